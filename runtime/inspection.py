@@ -75,7 +75,7 @@ def report_of(ir: Ir, program: CompiledProgram, runner: Runner | None = None) ->
 
 
 def _loops(program: CompiledProgram) -> tuple[LoopReport, ...]:
-    rolling = program.layout.rolling
+    rolling = program.layout.rerolling
     return tuple(
         LoopReport(
             graph=loop.ops[0].graph.name,
@@ -188,13 +188,13 @@ def _size(main: Graph, program: CompiledProgram) -> SizeReport:
         written_out[graph] = sum(not is_call(op) for op in graph.ops) + sum(inner)
     plan = program.executable if isinstance(program.executable, Plan) else None
     texts = {s: s.text() for s in plan.structures} if plan is not None else {None: program.text()}
-    pieces = [piece.structure for piece in plan.segments] if plan is not None else [None]
+    segments = [segment.structure for segment in plan.segments] if plan is not None else [None]
     whole = {structure: _text_written_out(text) for structure, text in texts.items()}
     return SizeReport(
         ops=sum(len(graph.ops) for graph in written_out),
         ops_written_out=written_out[main],
         text=sum(map(len, texts.values())),
-        text_written_out=None if None in whole.values() else sum(whole[piece] or 0 for piece in pieces),
+        text_written_out=None if None in whole.values() else sum(whole[segment] or 0 for segment in segments),
     )
 
 
@@ -277,12 +277,12 @@ def _segment_reports(main: Graph, program: CompiledProgram, ops: dict[Graph, int
         text = len(program.text())
         sizes = _sizes(executable)
         return (PieceReport(name="the program", runs=1, ops=ops[main], text=text, seconds=program.seconds, **sizes),)
-    pieces = program.executable.segments
+    segments = program.executable.segments
     runs = program.executable.runs
     compiling: dict[Structure, float] = defaultdict(float)
-    for piece in pieces:
-        compiling[piece.structure] += piece.seconds
-    first = {piece.structure: piece for piece in reversed(pieces)}
+    for segment in segments:
+        compiling[segment.structure] += segment.seconds
+    first = {segment.structure: segment for segment in reversed(segments)}
     return tuple(
         PieceReport(
             name=first[structure].name,

@@ -259,7 +259,7 @@ class SessionVariables:
     def _warn_of_reverted(self, written: Collection[Variable]) -> None:
         """Warn if an upload reverts variables changed by runs, except `written`."""
         layout = self.program.layout
-        changed = [layout.held[t] for t in layout.changed]
+        changed = [layout.resident[t] for t in layout.changed]
         changed += [v for b in layout.stored_to for v in layout.in_buffers[b]]
         reverted = [v.name for v in dict.fromkeys(changed) if v not in written and v not in self._owners]
         if reverted:

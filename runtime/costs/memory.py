@@ -26,7 +26,7 @@ def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
     """Memory required by a compiled program. See `Session.memory`."""
     layout = program.layout
     parts = {ipu: _of_ipu(ir, program, ipu) for ipu in layout.own_ipus}
-    ipus = {device: ipu for ipu in parts for device in layout.terms[ipu].replicas.devices}
+    ipus = {device: ipu for ipu in parts for device in layout.compile_options[ipu].replicas.devices}
     devices = tuple(
         parts[ipus[device]].model_copy(update={"name": str(device)}) for device in layout.devices if device in ipus
     )
@@ -76,8 +76,8 @@ def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
     temporaries = max((m.held + m.inside for m in moments), default=0)
     executables = program.executables()
     if isinstance(program.executable, Plan):
-        pieces = {piece.structure: piece for piece in program.executable.segments if piece.place == ipu}
-        executables = tuple(structure.executable for structure in pieces)
+        segments = {segment.structure: segment for segment in program.executable.segments if segment.ipu == ipu}
+        executables = tuple(structure.executable for structure in segments)
     else:
         temporaries = program.temporaries()
     return DeviceMemory(
@@ -98,8 +98,10 @@ def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ..
         copies = program.layout.replicas.per_device
         return moments_of(ir.main_graph, lambda t: copies * size(t))
     curve, lives = program.executable.curve()
-    there = [i for i, (piece, *_) in enumerate(curve) if piece.place == ipu]
-    moments = (Moment(name=piece.name, held=held, inside=inside) for piece, held, inside in curve if piece.place == ipu)
+    there = [i for i, (segment, *_) in enumerate(curve) if segment.ipu == ipu]
+    moments = (
+        Moment(name=segment.name, held=held, inside=inside) for segment, held, inside in curve if segment.ipu == ipu
+    )
     tensors = (
         LiveTensor(
             name=f"{t.path}: {brief(t)}",

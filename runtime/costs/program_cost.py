@@ -281,7 +281,7 @@ def _copying(program: CompiledProgram, figures: Chip | None) -> Callable[[int], 
         return lambda nbytes: 0.0
     devices = program.layout.destination.devices
     places = dict(zip(devices, places_of(figures, devices), strict=True))
-    of_one = [places[terms.replicas.devices[0]] for terms in program.layout.terms.values()]
+    of_one = [places[options.replicas.devices[0]] for options in program.layout.compile_options.values()]
     spans = spans_of(figures, of_one, [*places.values()]) or (LinkSpan(figures.levels[0], 2),)
     return lambda nbytes: collective_time(figures, "collective-permute", nbytes, spans).seconds
 

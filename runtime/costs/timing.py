@@ -56,17 +56,17 @@ def timing_of(
         replicas: number of replicas that share a device: each has its own values.
     """
     clock = _Clock(plan, seconds, copying, channels, replicas)
-    values: dict[Key, _There] = {}
+    values: dict[Key, _Arrival] = {}
     with raised_recursion_limit(FRAMES * plan.steps.nesting):
-        clock.steps(plan.steps, values)
+        clock.simulate(plan.steps, values)
     for v, start, end in plan.changed:
         if start != end:
-            clock.copied(v, values.get(v, (end, 0.0)), start)
-    clock.found.seconds = max((*clock.free.values(), *clock.links.values()), default=0.0)
-    return clock.found
+            clock.copy(v, values.get(v, (end, 0.0)), start)
+    clock.timing.seconds = max((*clock.free.values(), *clock.links.values()), default=0.0)
+    return clock.timing
 
 
-_There = tuple[int, float]
+_Arrival = tuple[int, float]
 """IPU that holds a value, and the time of its arrival."""
 
 
@@ -83,95 +83,95 @@ class _Clock:
     ) -> None:
         self._seconds, self._copying, self._replicas = seconds, copying, replicas
         self._bytes = channels
-        self._channels: dict[Channel, _There] = {c: (place, 0.0) for c, place in plan.steps.homes().items()}
+        self._channels: dict[Channel, _Arrival] = {c: (ipu, 0.0) for c, ipu in plan.steps.homes().items()}
         self.free: dict[int, float] = defaultdict(float)
         self.links: dict[tuple[int, int], float] = defaultdict(float)
-        self.found = Timing()
+        self.timing = Timing()
 
-    def steps(self, steps: PlanBuilder, values: dict[Key, _There]) -> None:
+    def simulate(self, steps: PlanBuilder, values: dict[Key, _Arrival]) -> None:
         """Simulate steps; `values` holds the values produced so far."""
         for step in steps.steps:
-            for t, place in step.fetches:
-                values[t, place] = self.copied(t, values.get(t, (steps.starts.get(t, step.place), 0.0)), place)
+            for t, ipu in step.copies:
+                values[t, ipu] = self.copy(t, values.get(t, (steps.initial_ipus.get(t, step.ipu), 0.0)), ipu)
             if isinstance(step, Segment):
-                self._run_segment(step, values)
+                self._simulate_segment(step, values)
             else:
-                self._entry(step, values)
+                self._control_flow(step, values)
             for key in step.drops:
                 values.pop(key, None)
 
-    def _run_segment(self, piece: Segment, values: dict[Key, _There]) -> None:
-        keys = (piece.keys.get(t, t) for t in (*piece.donated, *piece.kept))
-        begin = max(self.free[piece.place], *(values[key][1] for key in keys if key in values), 0.0)
-        for c in piece.shared:
-            if self._channels[c][0] != piece.place:
+    def _simulate_segment(self, segment: Segment, values: dict[Key, _Arrival]) -> None:
+        keys = (segment.keys.get(t, t) for t in (*segment.donated, *segment.borrowed))
+        begin = max(self.free[segment.ipu], *(values[key][1] for key in keys if key in values), 0.0)
+        for c in segment.shared:
+            if self._channels[c][0] != segment.ipu:
                 self._channels[c] = (
-                    piece.place,
-                    self._arrival_time(self._bytes.get(c, 0), self._channels[c], piece.place),
+                    segment.ipu,
+                    self._arrival_time(self._bytes.get(c, 0), self._channels[c], segment.ipu),
                 )
             begin = max(begin, self._channels[c][1])
-        seconds = self._seconds(piece.structure)
-        end = self.free[piece.place] = begin + seconds
-        self.found.busy[piece.place] += seconds
-        self._channels.update((c, (piece.place, end)) for c in piece.shared)
-        for t in (*piece.donated, *piece.new):
-            values[t] = piece.place, end
-        for t, place in piece.ends.items():
-            if place != piece.place:
-                values[t] = self.copied(t, values[t], place)
+        seconds = self._seconds(segment.structure)
+        end = self.free[segment.ipu] = begin + seconds
+        self.timing.busy[segment.ipu] += seconds
+        self._channels.update((c, (segment.ipu, end)) for c in segment.shared)
+        for t in (*segment.donated, *segment.fresh_results):
+            values[t] = segment.ipu, end
+        for t, ipu in segment.result_ipus.items():
+            if ipu != segment.ipu:
+                values[t] = self.copy(t, values[t], ipu)
 
-    def _entry(self, entry: HostControlFlow, values: dict[Key, _There]) -> None:
-        for way in entry.ways:  # of a conditional both, as costs count all branches
-            self._run_subplan(entry, way, values)
+    def _control_flow(self, step: HostControlFlow, values: dict[Key, _Arrival]) -> None:
+        for subplan in step.subplans:  # of a conditional both, as costs count all branches
+            self._simulate_subplan(step, subplan, values)
 
-    def _run_subplan(self, entry: HostControlFlow, way: SubPlan, values: dict[Key, _There]) -> None:
-        inner: dict[Key, _There] = {
-            t: values[key] for (_, t), key in zip(way.given, way.keys, strict=True) if key in values
+    def _simulate_subplan(self, step: HostControlFlow, subplan: SubPlan, values: dict[Key, _Arrival]) -> None:
+        inner: dict[Key, _Arrival] = {
+            t: values[key] for (_, t), key in zip(subplan.arguments, subplan.keys, strict=True) if key in values
         }
         ends: list[float] = []
-        for turn in range(min(entry.turns, LONGEST)):
-            if turn:
-                inner = self._next(way, inner)
-            self.steps(way.inside, inner)
+        for iteration in range(min(step.iterations, LONGEST)):
+            if iteration:
+                inner = self._next_values(subplan, inner)
+            self.simulate(subplan.plan, inner)
             ends.append(max(self.free.values(), default=0.0))
-            if turn == LONGEST - 2:
-                before = replace(self.found, busy=dict(self.found.busy))
-        for t, result in way.returned:
+            if iteration == LONGEST - 2:
+                before = replace(self.timing, busy=dict(self.timing.busy))
+        for t, result in subplan.results:
             if result in inner:
                 values[t] = inner[result]
-        if entry.turns > LONGEST:
-            self._go_on(entry.turns - LONGEST, ends, before, values)
-        for t, place in way.sent:
-            values[t] = self.copied(t, values.get(t, (entry.place, 0.0)), place)
+        if step.iterations > LONGEST:
+            self._extrapolate(step.iterations - LONGEST, ends, before, values)
+        for t, ipu in subplan.final_copies:
+            values[t] = self.copy(t, values.get(t, (step.ipu, 0.0)), ipu)
 
-    def _next(self, way: SubPlan, inner: dict[Key, _There]) -> dict[Key, _There]:
-        after: dict[Key, _There] = {t: inner[result] for t, result in way.again.items() if result in inner}
-        for t, place in way.returns:
-            after[t] = self.copied(t, after.get(t, (way.inside.at.get(way.again[t], place), 0.0)), place)
+    def _next_values(self, subplan: SubPlan, inner: dict[Key, _Arrival]) -> dict[Key, _Arrival]:
+        after: dict[Key, _Arrival] = {t: inner[result] for t, result in subplan.carried.items() if result in inner}
+        for t, ipu in subplan.carried_copies:
+            after[t] = self.copy(t, after.get(t, (subplan.plan.final_ipus.get(subplan.carried[t], ipu), 0.0)), ipu)
         return after
 
-    def _go_on(self, turns: int, ends: list[float], before: Timing, values: dict[Key, _There]) -> None:
-        """Extrapolate `turns` more iterations from the simulated ones, which end at `ends`; `before` is the timing up
-        to the last simulated iteration."""
+    def _extrapolate(self, iterations: int, ends: list[float], before: Timing, values: dict[Key, _Arrival]) -> None:
+        """Extrapolate by `iterations` from the simulated iterations, which end at the times `ends`; `before` is the
+        timing up to the last of these."""
         half = len(ends) // 2
-        passed = turns * (ends[-1] - ends[half - 1]) / (len(ends) - half)
-        self.free.update([(place, time + passed) for place, time in self.free.items()])
+        passed = iterations * (ends[-1] - ends[half - 1]) / (len(ends) - half)
+        self.free.update([(ipu, time + passed) for ipu, time in self.free.items()])
         self.links.update([(link, time + passed) for link, time in self.links.items()])
-        values.update([(key, (place, time + passed)) for key, (place, time) in values.items()])
-        found = self.found
-        found.copies += turns * (found.copies - before.copies)
-        found.copied_bytes += turns * (found.copied_bytes - before.copied_bytes)
-        for place, seconds in found.busy.items():
-            found.busy[place] += turns * (seconds - before.busy.get(place, 0.0))
+        values.update([(key, (ipu, time + passed)) for key, (ipu, time) in values.items()])
+        timing = self.timing
+        timing.copies += iterations * (timing.copies - before.copies)
+        timing.copied_bytes += iterations * (timing.copied_bytes - before.copied_bytes)
+        for ipu, seconds in timing.busy.items():
+            timing.busy[ipu] += iterations * (seconds - before.busy.get(ipu, 0.0))
 
-    def copied(self, t: Tensor, there: _There, place: int) -> _There:
-        return place, self._arrival_time(self._replicas * t.nelms * t.dtype.itemsize, there, place)
+    def copy(self, t: Tensor, source_arrival: _Arrival, ipu: int) -> _Arrival:
+        return ipu, self._arrival_time(self._replicas * t.nelms * t.dtype.itemsize, source_arrival, ipu)
 
-    def _arrival_time(self, bytes: int, there: _There, place: int) -> float:
-        """Arrival time of a copy of `bytes` bytes at `place`."""
-        source, ready = there
-        begin = max(ready, self.links[source, place])
-        end = self.links[source, place] = begin + self._copying(bytes)
-        self.found.copies += 1
-        self.found.copied_bytes += bytes
+    def _arrival_time(self, bytes: int, source_arrival: _Arrival, ipu: int) -> float:
+        """Arrival time of a copy of `bytes` bytes at `ipu`."""
+        source, ready = source_arrival
+        begin = max(ready, self.links[source, ipu])
+        end = self.links[source, ipu] = begin + self._copying(bytes)
+        self.timing.copies += 1
+        self.timing.copied_bytes += bytes
         return end

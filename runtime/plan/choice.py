@@ -44,7 +44,7 @@ class SegmentationPolicy:
 
     def __init__(self, main: Graph, smallest: int | None = SMALLEST, places: IpuPlacement | None = None) -> None:
         self._structures = Structures(main)
-        self._places = places
+        self._placement = places
         self.not_owned: defaultdict[Op, set[Tensor]] = defaultdict(set)
         self._numbers_in = cache(lambda graph: self.numbers(graph.ops))
         for graph in () if places is None else callees_first(main)[:-1]:  # so that none has to look far
@@ -53,13 +53,17 @@ class SegmentationPolicy:
         for graph in () if places is None else places.gone_through:
             calls += self._structures.calls(graph)
         sizes = {self._structures.of(graph): self._structures.size(graph) for graph in reachable(main)[1:]}
-        self._pieces = {s for s, count in calls.items() if smallest is not None and count > 1 and sizes[s] >= smallest}
+        self._segment_structures = {
+            s for s, count in calls.items() if smallest is not None and count > 1 and sizes[s] >= smallest
+        }
         self._main, self._calls = main, calls
         self.repeated = self._repeated()
 
     def _repeated(self) -> int:
         """Number of ops in segments beyond the first of each structure, ignoring segments nested in segments."""
-        around = [graph for graph in callees_first(self._main) if self._structures.of(graph) not in self._pieces]
+        around = [
+            graph for graph in callees_first(self._main) if self._structures.of(graph) not in self._segment_structures
+        ]
         alone: dict[Graph, int] = {}
         met: dict[Structure, int] = {}
         for graph in around:
@@ -67,7 +71,7 @@ class SegmentationPolicy:
             for op in graph.ops:
                 alone[graph] += 1
                 for callee in op.called_graphs:
-                    if is_call(op) and (structure := self._structures.of(callee)) in self._pieces:
+                    if is_call(op) and (structure := self._structures.of(callee)) in self._segment_structures:
                         met[structure] = self._structures.size(callee)
                     else:
                         alone[graph] += alone[callee] if is_call(op) else self._structures.size(callee)
@@ -80,13 +84,13 @@ class SegmentationPolicy:
     def has_large_calls(self) -> bool:
         """Whether calls, on average, compute much longer than their dispatch takes."""
         graphs = {self._structures.of(graph): graph for graph in reachable(self._main)[1:]}
-        calls = {graphs[s]: self._calls[s] for s in self._pieces}
+        calls = {graphs[s]: self._calls[s] for s in self._segment_structures}
         numbers = sum(count * self.numbers(graph.ops) for graph, count in calls.items())
         return numbers >= LARGE * sum(calls.values())
 
     def is_segment(self, op: Op) -> bool:
         """Whether an op is a call compiled as a separate segment."""
-        is_alike = is_call(op) and self._structures.of(op.called_graphs[0]) in self._pieces
+        is_alike = is_call(op) and self._structures.of(op.called_graphs[0]) in self._segment_structures
         return is_alike and not self.is_on_several(op) and not shares_by_reference(op)
 
     def is_host_executed(self, op: Op) -> bool:
@@ -96,28 +100,28 @@ class SegmentationPolicy:
             return True
         if not is_call(op) or self.is_segment(op):
             return False
-        return can_enter(op) and not self._pieces.isdisjoint(self._structures.calls(op.called_graphs[0]))
+        return can_enter(op) and not self._segment_structures.isdisjoint(self._structures.calls(op.called_graphs[0]))
 
     def is_on_several(self, op: Op) -> bool:
         """Whether an op spans several IPUs."""
-        return self._places is not None and self._places.spans(op)
+        return self._placement is not None and self._placement.spans(op)
 
     def ipu_of(self, op: Op) -> int:
         """IPU number of an op. For host-executed ops, the default IPU of values that no step touches."""
-        if self._places is None:
+        if self._placement is None:
             return 0
-        return self._places.default(op) if self._places.spans(op) else min(self._places.ipus_of(op))
+        return self._placement.default(op) if self._placement.spans(op) else min(self._placement.ipus_of(op))
 
     def stacks(self, op: Op) -> tuple[Stack, ...]:
         """Stacked outputs of a host-executed loop; empty for other ops."""
-        if self._places is None or not is_loop(op) or not self.is_on_several(op):
+        if self._placement is None or not is_loop(op) or not self.is_on_several(op):
             return ()
-        return stacks_of(op, self._places.home)
+        return stacks_of(op, self._placement.home)
 
-    def landing(self, t: Tensor, place: int) -> int:
+    def result_ipu(self, t: Tensor, ipu: int) -> int:
         """Destination IPU of a result computed on IPU `ipu_of`."""
-        found = None if self._places is None else self._places.landing(t)
-        return place if found is None else found
+        found = None if self._placement is None else self._placement.result_ipu(t)
+        return ipu if found is None else found
 
     def numbers(self, ops: Iterable[Op]) -> int:
         """Count of numbers read and written by ops, including called graphs."""

@@ -44,7 +44,7 @@ class Decision(NamedTuple):
         reason: reason for this form, in a sentence or two.
         choice: selection of calls as segments, for a plan.
         places: placement of ops, if IPUs are separate devices.
-        rolling: loops of rerolled calls, if there are any.
+        rerolling: loops of rerolled calls, if there are any.
         others: further forms to compile and compare.
         rest: forms to compile if none of these fits into memory, in order.
         written_out: graphs whose calls are in no loop, each with the reason, if loops were sought.
@@ -54,7 +54,7 @@ class Decision(NamedTuple):
     reason: str
     choice: SegmentationPolicy
     places: IpuPlacement | None = None
-    rolling: Rerolling | None = None
+    rerolling: Rerolling | None = None
     others: tuple[str, ...] = ()
     rest: tuple[str, ...] = ()
     written_out: Mapping[Graph, str] = MappingProxyType({})
@@ -110,8 +110,8 @@ def _with_known_mode(
     if calls not in ("rolled", "batched"):
         return Decision(calls, reason, choice)
     automatic = REPEATED if destination.platform == "cpu" else WITHOUT_PRODUCTS
-    rolling = _rolled(main, held, automatic if options.calledGraphs == "auto" else 0, calls == "batched")
-    return Decision(calls, reason, choice, rolling=rolling, written_out=rolling.unrolled_graphs)
+    rerolling = _rolled(main, held, automatic if options.calledGraphs == "auto" else 0, calls == "batched")
+    return Decision(calls, reason, choice, rerolling=rerolling, written_out=rerolling.unrolled_graphs)
 
 
 def _on_cpus(main: Graph, held: Collection[Tensor], choice: SegmentationPolicy, of_places: str) -> Decision:
@@ -126,10 +126,12 @@ def _on_cpus(main: Graph, held: Collection[Tensor], choice: SegmentationPolicy, 
     if not choice.is_worth_it():
         return Decision("kept", f"{again}; a plan pays from {REPEATED} on.{of_places}", choice)
     if not choice.has_large_calls():  # as iterations of a loop they cost no dispatch
-        rolling = _rolled(main, held, REPEATED)
-        if 2 * rolling.saved >= choice.repeated:
-            reason = f"{again}, in calls so small that dispatching them would take time. {rolling.summary()}"
-            return Decision("rolled", reason + of_places, choice, rolling=rolling, written_out=rolling.unrolled_graphs)
+        rerolling = _rolled(main, held, REPEATED)
+        if 2 * rerolling.saved >= choice.repeated:
+            reason = f"{again}, in calls so small that dispatching them would take time. {rerolling.summary()}"
+            return Decision(
+                "rolled", reason + of_places, choice, rerolling=rerolling, written_out=rerolling.unrolled_graphs
+            )
     return Decision("dispatched", f"{again}; a plan pays from {REPEATED} on.{of_places}", choice)
 
 
@@ -146,14 +148,14 @@ def _on_accelerators(
         limit: limit in seconds of the compile time of an unrolled program that is compiled for comparison.
         an_op: compile time of one op in seconds.
     """
-    rolling = _rolled(main, held, WITHOUT_PRODUCTS, batches_updates=True)
-    loops, tighter = ("batched", ("rolled",)) if rolling.has_batches else ("rolled", ())
-    written_out = rolling.unrolled_graphs
-    size, again = choice.size(main.ops), rolling.saved
+    rerolling = _rolled(main, held, WITHOUT_PRODUCTS, batches_updates=True)
+    loops, tighter = ("batched", ("rolled",)) if rerolling.has_batches else ("rolled", ())
+    written_out = rerolling.unrolled_graphs
+    size, again = choice.size(main.ops), rerolling.saved
     if again < ROLLED:
         what = f"Loops would save XLA {again} ops that it has compiled already; they are thought of from {ROLLED} on."
-        reason = what if rolling.loops else "Nothing is called again in a pattern."
-        rest = (*(loops, *tighter) * bool(rolling.loops), "dispatched")
+        reason = what if rerolling.loops else "Nothing is called again in a pattern."
+        rest = (*(loops, *tighter) * bool(rerolling.loops), "dispatched")
         return Decision("inlined", reason + of_places, choice, rest=rest, written_out=written_out)
     saved = f"Loops would save XLA {again} ops that it has compiled already"
     if size * an_op <= limit:
@@ -166,9 +168,9 @@ def _on_accelerators(
             (loops, *tighter, "dispatched"),
         )
         return Decision("inlined", reason, choice, rest=rest, written_out=written_out)
-    reason = f"{rolling.summary()} To compile all {size} ops would take hours.{of_places}"
+    reason = f"{rerolling.summary()} To compile all {size} ops would take hours.{of_places}"
     rest = (*tighter, "inlined", "dispatched")
-    return Decision(loops, reason, choice, rolling=rolling, rest=rest, written_out=written_out)
+    return Decision(loops, reason, choice, rerolling=rerolling, rest=rest, written_out=written_out)
 
 
 def _rolled(main: Graph, held: Collection[Tensor], from_saved: int = 0, batches_updates: bool = False) -> Rerolling:

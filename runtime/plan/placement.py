@@ -49,7 +49,7 @@ class IpuPlacement:
     def __init__(self, main: Graph, replicas: int = 1) -> None:
         self._replicas = replicas
         self._of_graph: dict[Graph, frozenset[int]] = {}
-        self._landings: dict[Graph, tuple[int | None, ...]] = {}
+        self._output_ipus: dict[Graph, tuple[int | None, ...]] = {}
         self._of_copies: dict[Op, frozenset[int]] = {}
         for graph in callees_first(main):
             self._visit(graph)
@@ -64,7 +64,7 @@ class IpuPlacement:
             ipu = op.location[0] if op.location[0] in others and op.ipu not in others else op.ipu
             self._of_copies[op] = frozenset((ipu or 0,))
         self._of_graph[graph] = others.union(*(self._of_copies[op] for op in copies))
-        self._landings[graph] = tuple(self._landing(t.origin) for t in graph.outputs)
+        self._output_ipus[graph] = tuple(self._result_ipu(t.origin) for t in graph.outputs)
 
     def ipus_of(self, op: Op) -> frozenset[int]:
         """IPUs of an op: several, if the host must execute its graph."""
@@ -95,17 +95,17 @@ class IpuPlacement:
         ipu = final_ipu(t)
         return ipu if ipu in self.ipus else self.ipus[0]
 
-    def landing(self, t: Tensor) -> int | None:
+    def result_ipu(self, t: Tensor) -> int | None:
         """Destination IPU of a copied result; `None` if it stays on its producer's IPU."""
-        ipu = self._landing(t)
+        ipu = self._result_ipu(t)
         return ipu if ipu in self.ipus else None
 
-    def _landing(self, t: Tensor) -> int | None:
+    def _result_ipu(self, t: Tensor) -> int | None:
         op = t.producer
         if op is None or op.kind.view is not None or t not in op.outputs:
             return None
         if op.runs and not chooses(op):
             (run,) = op.runs
-            return self._landings[run.graph][len(run.graph.outputs) - len(run.outputs) + op.outputs.index(t)]
+            return self._output_ipus[run.graph][len(run.graph.outputs) - len(run.outputs) + op.outputs.index(t)]
         ipu, _ = op.location_of(t)
         return None if ipu == op.ipu else ipu

@@ -26,43 +26,43 @@ from popxl.streams import HostToDeviceStream, Stream
 from runtime.compile_pool import CompilePool
 from runtime.lowering.channels import FAILURE, Channel, Channels, Failure
 from runtime.lowering.environment import no_value
+from runtime.plan.compile_options import CompileOptions
 from runtime.plan.planning import LiveRange, PlanBuilder
 from runtime.plan.segments import Array, Run, Segment, described_state
 from runtime.plan.stages import stages_of
 from runtime.plan.structure import Structure
-from runtime.plan.terms import CompileOptions
 from runtime.progress import Watch
 from runtime.targets.destination import HOST
 from runtime.timeline import Recorder
 
 
-def compile_all(pieces: Sequence[Segment], terms_at: Mapping[int, CompileOptions], watch: Watch) -> None:
+def compile_all(segments: Sequence[Segment], options_at: Mapping[int, CompileOptions], watch: Watch) -> None:
     """Compile segments in parallel, using all CPU cores.
 
     They are traced one after the other in this thread, while XLA compiles earlier ones in other threads: the largest
     first, as it takes longest. Devices of several processes need the same compilations in the same order: one at a
     time, then.
     """
-    if not pieces:
+    if not segments:
         return
-    pieces = sorted(pieces, key=lambda piece: piece.size, reverse=True)
-    is_divided = any(terms.replicas.local_count < terms.replicas.count for terms in terms_at.values())
+    segments = sorted(segments, key=lambda segment: segment.size, reverse=True)
+    is_divided = any(options.replicas.local_count < options.replicas.count for options in options_at.values())
     with CompilePool(1 if is_divided else os.cpu_count() or 1) as pool:
-        watch.begins(pieces[0].name, 0, len(pieces))
-        compilations = [pool.submit(piece.lowered(terms_at[piece.place])) for piece in pieces]
+        watch.begins(segments[0].name, 0, len(segments))
+        compilations = [pool.submit(segment.lowered(options_at[segment.ipu])) for segment in segments]
         compiled = []
-        for number, (piece, compilation) in enumerate(zip(pieces, compilations, strict=True)):
+        for number, (segment, compilation) in enumerate(zip(segments, compilations, strict=True)):
             if number:
-                watch.begins(piece.name, number, len(pieces))
+                watch.begins(segment.name, number, len(segments))
             compiled.append(compilation.result())
-    for piece, executable in zip(pieces, compiled, strict=True):
-        piece.take(executable)
+    for segment, executable in zip(segments, compiled, strict=True):
+        segment.take(executable)
 
 
-def _check_shared(shared: Collection[Channel], terms_at: Mapping[int, CompileOptions]) -> None:
+def _check_shared(shared: Collection[Channel], options_at: Mapping[int, CompileOptions]) -> None:
     """Raise `NotImplementedError` for a buffer in host memory that stages of several processes use."""
     buffers = [c for c in shared if isinstance(c, RemoteBuffer)]
-    if buffers and any(terms.slots.memory_kind == HOST for terms in terms_at.values()):
+    if buffers and any(options.slots.memory_kind == HOST for options in options_at.values()):
         raise NotImplementedError(
             f"Session: ops on several IPUs use {buffers[0]!r}, which is in the memory of one host, and the IPUs are of "
             "several processes. Give each stage a buffer of its own; or set `ir.options.remoteBuffers = 'device'`."
@@ -73,19 +73,19 @@ class Plan:
     """Host-executed program: `(changing, constant, feeds) -> (changing, fetches)`.
 
     Fetched are the transfers of the output streams; then, where anything is checked, which check failed: an array for
-    each place.
+    each IPU.
 
     Args:
         steps: steps of the host.
         changed, read: storages of changed variables, and of variables only read.
-        buffers: remote buffers that it uses, and their places; their arrays follow those of `changed` as inputs and
+        buffers: remote buffers that it uses, and their IPUs; their arrays follow those of `changed` as inputs and
             outputs.
         inputs, outputs: the streams that are fed and fetched.
-        channels: streams and failure flag of each place.
-        terms_at: compile options of each place.
-        ends: two compiled JAX functions for each place with streams: the first computes the initial state of its
+        channels: streams and failure flag of each IPU.
+        options_at: compile options of each IPU.
+        ends: two compiled JAX functions for each IPU with streams: the first computes the initial state of its
             channels from the feeds, where `None` in place of the transfers of a feed means the feed itself; the second
-            computes the fetches from the final state. The first one is `None` if the place belongs to another process.
+            computes the fetches from the final state. The first one is `None` if the IPU belongs to another process.
         watch: observer of compilations.
 
     Attributes:
@@ -102,19 +102,19 @@ class Plan:
         inputs: Sequence[Stream],
         outputs: Sequence[Stream],
         channels: Mapping[int, Sequence[Stream | Failure]],
-        terms_at: Mapping[int, CompileOptions],
+        options_at: Mapping[int, CompileOptions],
         ends: Mapping[int, tuple[Any, Any]],
         watch: Watch,
     ) -> None:
         self.steps = steps
         self._variables = (*changed, *read)
-        self.changed = tuple((v, steps.starts[v], steps.at[v]) for v in changed)
+        self.changed = tuple((v, steps.initial_ipus[v], steps.final_ipus[v]) for v in changed)
         self._buffers = buffers
         self._inputs, self._outputs = inputs, outputs
         self._channels = channels
-        self._where = {c: place for place, cs in channels.items() for c in cs} | dict(buffers)
-        self._terms_at = terms_at
-        self._stages = stages_of(terms_at)
+        self._where = {c: ipu for ipu, cs in channels.items() for c in cs} | dict(buffers)
+        self._options_at = options_at
+        self._stages = stages_of(options_at)
         self._ends = ends
         known = {*self._variables, *steps.changed}
         for step in steps.steps:
@@ -123,22 +123,22 @@ class Plan:
                     raise no_value(t)
             known.update(step.makes)
         users: defaultdict[Channel, set[int]] = defaultdict(set)
-        for piece in self.segments:
-            for c in piece.channels:
-                users[c].add(piece.place)
-        self._shared = {c for c, places in users.items() if len(places) > 1 and c is not FAILURE}
+        for segment in self.segments:
+            for c in segment.channels:
+                users[c].add(segment.ipu)
+        self._shared = {c for c, ipus in users.items() if len(ipus) > 1 and c is not FAILURE}
         if self._stages is not None:
-            _check_shared(self._shared, terms_at)
-        for piece in self.segments:
-            piece.shared = tuple(c for c in piece.channels if c in self._shared)
-        steps.prepare(terms_at, next(iter(terms_at)))
+            _check_shared(self._shared, options_at)
+        for segment in self.segments:
+            segment.shared = tuple(c for c in segment.channels if c in self._shared)
+        steps.prepare(options_at, next(iter(options_at)))
         for step, _ in steps.all_steps():
-            step.prepare(terms_at)
+            step.prepare(options_at)
         fresh: dict[Structure, Segment] = {}
-        for piece in self.segments:
-            if piece.structure.executable is None and not terms_at[piece.place].destination.is_elsewhere:
-                fresh.setdefault(piece.structure, piece)
-        compile_all(tuple(fresh.values()), terms_at, watch)
+        for segment in self.segments:
+            if segment.structure.executable is None and not options_at[segment.ipu].destination.is_elsewhere:
+                fresh.setdefault(segment.structure, segment)
+        compile_all(tuple(fresh.values()), options_at, watch)
 
     def __call__(
         self,
@@ -151,45 +151,45 @@ class Plan:
         count = len(self.changed)
         values = dict(zip(self._variables, (*changing[:count], *constant), strict=True))
         channels: dict[int, Channels] = {}
-        run = Run(self._terms_at, self._where, channels, recorder, self._stages)
+        run = Run(self._options_at, self._where, channels, recorder, self._stages)
         given: dict[Channel, Array] = dict(zip(self._inputs, feeds, strict=True))
-        for place in self._terms_at:
-            channels[place] = Channels(self._initial_channels(place, given, run))
-        for (buffer, place), slots in zip(self._buffers.items(), changing[count:], strict=True):
-            channels[place].set_slots(buffer, slots)
+        for ipu in self._options_at:
+            channels[ipu] = Channels(self._initial_channels(ipu, given, run))
+        for (buffer, ipu), slots in zip(self._buffers.items(), changing[count:], strict=True):
+            channels[ipu].set_slots(buffer, slots)
         with raised_recursion_limit(FRAMES * self.steps.nesting):
             self.steps.run(values, run)
         fetches, failures = self._fetched(run)
         changed = [values[v] if start == end else run.copy_to_ipu(values[v], start) for v, start, end in self.changed]
-        for buffer, place in self._buffers.items():
-            changed.append(run.channels(place, self._shared & {buffer}).slots(buffer))
+        for buffer, ipu in self._buffers.items():
+            changed.append(run.channels(ipu, self._shared & {buffer}).slots(buffer))
         return tuple(changed), (*(fetches[s] for s in self._outputs), *failures)
 
-    def _initial_channels(self, place: int, given: Mapping[Channel, Array], run: Run) -> dict[Channel, Any]:
-        """Initial channels of IPU `place`."""
-        if place not in self._ends:
+    def _initial_channels(self, ipu: int, given: Mapping[Channel, Array], run: Run) -> dict[Channel, Any]:
+        """Initial channels of IPU `ipu`."""
+        if ipu not in self._ends:
             return {}
-        here = self._channels[place]
-        begin, _ = self._ends[place]
+        here = self._channels[ipu]
+        begin, _ = self._ends[ipu]
         if begin is None:
-            return {c: described_state(c, self._terms_at[place]) for c in here}
+            return {c: described_state(c, self._options_at[ipu]) for c in here}
         states = run.call(begin, lambda: "feeds", tuple(given[c] for c in here if c in given))
         return {
-            c: (self._fed(given[c], place) if array is None else array, position)
+            c: (self._fed(given[c], ipu) if array is None else array, position)
             for c, (array, position) in zip(here, states, strict=True)
         }
 
-    def _fed(self, feed: Array, place: int) -> Array:
+    def _fed(self, feed: Array, ipu: int) -> Array:
         """Feed used without a prologue copy. Several segments, such as loop iterations, may read it."""
-        return feed if len(self._terms_at) == 1 else jax.device_put(feed, self._terms_at[place].replicas.sharding())
+        return feed if len(self._options_at) == 1 else jax.device_put(feed, self._options_at[ipu].replicas.sharding())
 
     def _fetched(self, run: Run) -> tuple[dict[Channel, Array], list[Array]]:
         """Output streams, and failed checks of each IPU."""
         fetches: dict[Channel, Array] = {}
         failures: list[Array] = []
-        for place, (_, end) in self._ends.items():
-            here = [c for c in self._channels[place] if not isinstance(c, HostToDeviceStream)]
-            channels = run.channels(place, [c for c in here if c in self._shared])
+        for ipu, (_, end) in self._ends.items():
+            here = [c for c in self._channels[ipu] if not isinstance(c, HostToDeviceStream)]
+            channels = run.channels(ipu, [c for c in here if c in self._shared])
             found = run.call(end, lambda: "fetches", [run.own_copy(channels.transfers(c)) for c in here])
             streams = [c for c in here if c is not FAILURE]
             fetches |= zip(streams, found[: len(streams)], strict=True)
@@ -213,8 +213,8 @@ class Plan:
     @property
     def structures(self) -> tuple[Structure, ...]:
         """Distinct structures of the segments that this process runs."""
-        own = (piece for piece in self.segments if not self._terms_at[piece.place].destination.is_elsewhere)
-        return tuple(dict.fromkeys(piece.structure for piece in own))
+        own = (segment for segment in self.segments if not self._options_at[segment.ipu].destination.is_elsewhere)
+        return tuple(dict.fromkeys(segment.structure for segment in own))
 
     def text(self) -> str:
         """Compiled text of each distinct segment."""
@@ -223,11 +223,11 @@ class Plan:
     def curve(self) -> tuple[list[tuple[Segment, int, int]], list[LiveRange]]:
         """Memory curve: segments in order, each with bytes in use on its device besides variables and feeds, split into
         earlier values and its own results and temporaries. Also returns values live between segments."""
-        copies = next(iter(self._terms_at.values())).replicas.per_device
+        copies = next(iter(self._options_at.values())).replicas.per_device
         with raised_recursion_limit(FRAMES * self.steps.nesting):
             return self.steps.curve(copies)
 
     def temporaries(self) -> int:
         """Peak bytes of one run on one device, excluding variables and feeds."""
-        pieces, _ = self.curve()
-        return max((held + inside for _, held, inside in pieces), default=0)
+        segments, _ = self.curve()
+        return max((held + inside for _, held, inside in segments), default=0)

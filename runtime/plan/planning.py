@@ -15,10 +15,10 @@ from popxl.fp8_utils import to_device
 from popxl.graph import Graph
 from runtime.lowering.channels import Channel
 from runtime.plan.choice import SegmentationPolicy
+from runtime.plan.compile_options import CompileOptions
 from runtime.plan.repeats import spans
 from runtime.plan.segments import HostControlFlow, Key, Run, Segment, Step, SubPlan, Values
 from runtime.plan.structure import Structure, structure_of
-from runtime.plan.terms import CompileOptions
 
 WORTHWHILE = 100_000
 """Numbers that a dispatch reads and writes, on average, where placing ops on several CPU devices pays: these share the
@@ -29,16 +29,18 @@ class LiveRange(NamedTuple):
     """Live range of a value between segments: IPU, bytes, and numbers of its defining and last using segments."""
 
     tensor: Tensor
-    place: int
+    ipu: int
     size: int
     first: int
     last: int
 
 
-def plan_of(main: Graph, choice: SegmentationPolicy, owned: Iterable[Tensor], kept: Iterable[Tensor]) -> PlanBuilder:
+def plan_of(
+    main: Graph, choice: SegmentationPolicy, owned: Iterable[Tensor], live_out: Iterable[Tensor]
+) -> PlanBuilder:
     """Plan a main graph, with the graphs that the host executes. Arguments as for `PlanBuilder`."""
     with raised_recursion_limit(FRAMES * nesting(main)):
-        return PlanBuilder(main.ops, choice, owned, kept).planned()
+        return PlanBuilder(main.ops, choice, owned, live_out).build()
 
 
 class PlanBuilder:
@@ -48,15 +50,15 @@ class PlanBuilder:
         ops: ops of the graph, and further ops after them.
         choice: selection of calls as segments, and placement of ops.
         owned: storages without other owners at the start.
-        kept: storages whose values are needed at the end.
-        place: place of storages that no step uses.
-        is_whole: whether all storages are in this place.
+        live_out: storages whose values are needed at the end.
+        ipu: IPU of storages that no step uses.
+        is_whole: whether all storages are on this IPU.
 
     Attributes:
         owned: storages without other owners at the end.
         changed: constants that the ops overwrite: storages that start with the constant's numbers in each run.
-        starts: places of storages at the start, determined by the first step that uses them.
-        at: places of storages at the end.
+        initial_ipus: IPUs of storages at the start, determined by the first step that uses them.
+        final_ipus: IPUs of storages at the end.
         nesting: number of graphs inside of each other that the host executes.
     """
 
@@ -65,49 +67,49 @@ class PlanBuilder:
         ops: Iterable[Op],
         choice: SegmentationPolicy,
         owned: Iterable[Tensor],
-        kept: Iterable[Tensor],
-        place: int = 0,
+        live_out: Iterable[Tensor],
+        ipu: int = 0,
         is_whole: bool = False,
     ) -> None:
         self._choice = choice
         ops = tuple(ops)
         self._stacks = {op: stacks for op in ops if (stacks := choice.stacks(op))}
-        spelled_out = tuple(self._spelled_out(ops))
-        self._made_of = storages(spelled_out)
-        written = (s for op in spelled_out for i in sorted(op.modified) for s in self._made_of[op.inputs[i]])
+        spelled_out = tuple(self._with_stack_allocations(ops))
+        self._storages = storages(spelled_out)
+        written = (s for op in spelled_out for i in sorted(op.modified) for s in self._storages[op.inputs[i]])
         self.changed = tuple(dict.fromkeys(s for s in written if isinstance(s, Constant)))
-        self._kept = tuple(kept)
-        self._place = place
+        self._live_out = tuple(live_out)
+        self._ipu = ipu
         self._is_whole = is_whole
         self.owned = set(owned)
-        self.starts: dict[Tensor, int] = {}
-        self.at: dict[Tensor, int] = {}
+        self.initial_ipus: dict[Tensor, int] = {}
+        self.final_ipus: dict[Tensor, int] = {}
         self.nesting = 0
-        self._copies: defaultdict[Tensor, set[int]] = defaultdict(set)
+        self._copied_to: defaultdict[Tensor, set[int]] = defaultdict(set)
         self.steps: list[Segment | HostControlFlow] = list(self._split_segments(spelled_out))
-        self._find_last_uses(set(self._kept))
-        self.steps = list(self._grouped())
+        self._find_last_uses(set(self._live_out))
+        self.steps = list(self._merge_repeated())
 
-    def planned(self) -> PlanBuilder:
+    def build(self) -> PlanBuilder:
         """Build these steps, recursively including host-executed graphs."""
         for step in self.steps:
             if isinstance(step, Segment):
-                written = {s for op in step.ops for i in op.modified for s in self._made_of[op.inputs[i]]}
+                written = {s for op in step.ops for i in op.modified for s in self._storages[op.inputs[i]]}
                 step.donated = tuple(t for t in step.reads if t in written & self.owned & {*step.makes})
                 self.owned.update(step.makes)
-                self._bring(step, {t: step.place for t in step.reads})
-                step.keys = {t: (t, step.place) for t in step.reads if self.at[t] != step.place}
-                self._leave(step, {t: self._choice.landing(t, step.place) for t in step.makes})
+                self._insert_copies(step, {t: step.ipu for t in step.reads})
+                step.keys = {t: (t, step.ipu) for t in step.reads if self.final_ipus[t] != step.ipu}
+                self._record_results(step, {t: self._choice.result_ipu(t, step.ipu) for t in step.makes})
             else:
-                self._enter(step)
-        for t in self._kept:
-            self._touch(t, self._place)
+                self._plan_control_flow(step)
+        for t in self._live_out:
+            self._locate(t, self._ipu)
         return self
 
-    def _spelled_out(self, ops: Iterable[Op]) -> Iterator[Op]:
+    def _with_stack_allocations(self, ops: Iterable[Op]) -> Iterator[Op]:
         """Ops, with allocations of stacked outputs before each host-executed loop."""
         for op in ops:
-            yield from (stack.room for stack in self._stacks.get(op, ()))
+            yield from (stack.allocation for stack in self._stacks.get(op, ()))
             yield op
 
     def _split_segments(self, ops: Iterable[Op]) -> Iterator[Segment | HostControlFlow]:
@@ -117,14 +119,14 @@ class PlanBuilder:
         weights after the gradient.
         """
         runs: list[list[Op]] = [[]]  # host control flow, or ops in between, or a call with the ops after it
-        place = self._ipu_of
+        ipu = self._ipu_of
         for op in ops:
             if self._choice.is_host_executed(op):
                 runs += [[op], []]
             elif self._choice.is_segment(op):
                 runs.append([op])
             elif op.kind.view is None:  # a view is made when a reader looks through it
-                if runs[-1] and place(runs[-1][0]) != place(op):
+                if runs[-1] and ipu(runs[-1][0]) != ipu(op):
                     runs.append([])
                 runs[-1].append(op)
         codes = [self._structure(run) for run in runs]
@@ -132,7 +134,7 @@ class PlanBuilder:
         lengths = sorted({len(run) for run, code in zip(runs, codes, strict=True) if count[code] > 1}, reverse=True)
         for run, code in zip(runs, codes, strict=True):
             if run and self._choice.is_host_executed(run[0]):
-                yield self._entry(run[0])
+                yield self._control_flow(run[0])
             elif len(run) > 1 and count[code] == 1 and self._choice.is_segment(run[0]):
                 known = (n for n in lengths if 0 < n < len(run) and count[self._structure(run[:n])] > 1)
                 end = next(known, 1)
@@ -145,22 +147,22 @@ class PlanBuilder:
         """The structure of some ops."""
         return structure_of(tuple(self._choice.encoded(ops, self.changed).code))
 
-    def _is_fixed(self, t: Tensor) -> bool:
+    def _is_immutable(self, t: Tensor) -> bool:
         """Whether a storage is immutable: a constant without modifications."""
         return isinstance(t, Constant) and t not in self.changed
 
-    def _entry(self, op: Op) -> HostControlFlow:
+    def _control_flow(self, op: Op) -> HostControlFlow:
         stacks = tuple(stack.result for stack in self._stacks.get(op, ()))
         written = tuple(op.inputs[i].origin for i in sorted(op.modified))
         return HostControlFlow(
-            tuple(dict.fromkeys((*(t.origin for t in op.inputs if not self._is_fixed(t.origin)), *stacks))),
+            tuple(dict.fromkeys((*(t.origin for t in op.inputs if not self._is_immutable(t.origin)), *stacks))),
             (*op.outputs, *written),
-            place=self._ipu_of(op),
+            ipu=self._ipu_of(op),
             op=op,
-            ways=tuple(self._subplans(op, stacks)),
+            subplans=tuple(self._subplans(op, stacks)),
             condition=op.inputs[0].origin if chooses(op) else None,
             numbers=op.runs[0].numbers,
-            extra=op.runs[0].op_inputs,
+            loop_inputs=op.runs[0].op_inputs,
         )
 
     def _subplans(self, op: Op, stacks: Sequence[Tensor]) -> Iterator[SubPlan]:
@@ -168,7 +170,7 @@ class PlanBuilder:
         kept = tuple((stack, stack) for stack in stacks)
         for run in op.runs:
             given = tuple((t.origin, inner) for t, inner in zip(run.given, run.inputs, strict=False))
-            fixed = {inner: t for t, inner in given if isinstance(t, Constant) and self._is_fixed(t)}
+            fixed = {inner: t for t, inner in given if isinstance(t, Constant) and self._is_immutable(t)}
             returned = tuple((result, t.origin) for result, t in run.results)
             written = tuple(given[i] for i in sorted(op.modified))
             again = {inner: inner for _, inner in (*given, *kept)}
@@ -178,11 +180,11 @@ class PlanBuilder:
     def _segment(self, ops: Sequence[Op]) -> Segment:
         encoding = self._choice.encoded(ops, self.changed)
         made = dict.fromkeys(t for op in ops for t in op.outputs if t.origin is t)
-        made |= dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._made_of[op.inputs[i]])
-        place = self._ipu_of(ops[0])
-        reads = tuple(t for t in encoding.roots if not self._is_fixed(t))
+        made |= dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._storages[op.inputs[i]])
+        ipu = self._ipu_of(ops[0])
+        reads = tuple(t for t in encoding.roots if not self._is_immutable(t))
         size = self._choice.size(ops)
-        return Segment(reads, tuple(made), place=place, ops=tuple(ops), size=size, encoding=encoding)
+        return Segment(reads, tuple(made), ipu=ipu, ops=tuple(ops), size=size, encoding=encoding)
 
     def _find_last_uses(self, needed: set[Tensor]) -> None:
         """Determine each step's results, and its last uses of storages.
@@ -201,118 +203,120 @@ class PlanBuilder:
                 step.makes = tuple(t for t in step.makes if step.encoding.numbers[t] in asked[step.structure])
                 step.frees = tuple(t for t in step.frees if t in step.reads or t in step.makes)
 
-    def _grouped(self) -> Iterator[Segment | HostControlFlow]:
+    def _merge_repeated(self) -> Iterator[Segment | HostControlFlow]:
         """Merge steps that repeat in the same order.
 
         The group returns all results of its segments, needed or not, so that programs share it: values between segments
         live until its end.
         """
-        forms = [(step.structure, step.place) if isinstance(step, Segment) else id(step) for step in self.steps]
+        forms = [(step.structure, step.ipu) if isinstance(step, Segment) else id(step) for step in self.steps]
         sizes = [step.size if isinstance(step, Segment) else 0 for step in self.steps]
-        for first, count in spans(forms, sizes, [step.place for step in self.steps]):
-            yield self._group(self.steps[first : first + count]) if count > 1 else self.steps[first]
+        for first, count in spans(forms, sizes, [step.ipu for step in self.steps]):
+            yield self._merge(self.steps[first : first + count]) if count > 1 else self.steps[first]
 
-    def _group(self, pieces: Sequence[Any]) -> Segment:
+    def _merge(self, segments: Sequence[Any]) -> Segment:
         """Merge consecutive segments into one."""
-        piece = self._segment([op for piece in pieces for op in piece.ops])
-        piece.makes = tuple(dict.fromkeys(t for each in pieces for t in each.makes))
-        piece.frees = tuple(dict.fromkeys(t for each in pieces for t in each.frees))
-        return piece
+        segment = self._segment([op for segment in segments for op in segment.ops])
+        segment.makes = tuple(dict.fromkeys(t for each in segments for t in each.makes))
+        segment.frees = tuple(dict.fromkeys(t for each in segments for t in each.frees))
+        return segment
 
     # IPUs of ops
 
     def _ipu_of(self, op: Op) -> int:
         """IPU of an op."""
-        return self._place if self._is_whole else self._choice.ipu_of(op)
+        return self._ipu if self._is_whole else self._choice.ipu_of(op)
 
-    def _touch(self, t: Tensor, place: int) -> int:
-        """IPU of a storage, defaulting to `place` on first use."""
-        if t not in self.at:
-            self.at[t] = self.starts[t] = place
-        return self.at[t]
+    def _locate(self, t: Tensor, ipu: int) -> int:
+        """IPU of a storage, defaulting to `ipu` on first use."""
+        if t not in self.final_ipus:
+            self.final_ipus[t] = self.initial_ipus[t] = ipu
+        return self.final_ipus[t]
 
-    def _bring(self, step: Step, wanted: Mapping[Tensor, int]) -> None:
+    def _insert_copies(self, step: Step, wanted: Mapping[Tensor, int]) -> None:
         """Insert copies of storages to a step's required IPUs."""
-        missing = [(t, p) for t, p in wanted.items() if self._touch(t, p) != p and p not in self._copies[t]]
+        missing = [(t, p) for t, p in wanted.items() if self._locate(t, p) != p and p not in self._copied_to[t]]
         for t, p in missing:
-            self._copies[t].add(p)
-        step.fetches += tuple(missing)
+            self._copied_to[t].add(p)
+        step.copies += tuple(missing)
 
-    def _leave(self, step: Step, ends: dict[Tensor, int]) -> None:
+    def _record_results(self, step: Step, ends: dict[Tensor, int]) -> None:
         """Record result locations after a step, and drop outdated copies of overwritten storages."""
-        step.ends = ends
-        self.at.update(ends)
-        stale = [(t, p) for t in dict.fromkeys((*ends, *step.frees)) for p in sorted(self._copies.pop(t, ()))]
+        step.result_ipus = ends
+        self.final_ipus.update(ends)
+        stale = [(t, p) for t in dict.fromkeys((*ends, *step.frees)) for p in sorted(self._copied_to.pop(t, ()))]
         step.drops = (*step.frees, *stale)
 
     # Host control flow
 
-    def _enter(self, step: HostControlFlow) -> None:
+    def _plan_control_flow(self, step: HostControlFlow) -> None:
         """Plan the graphs of a host-executed op, and route its arguments."""
         owned = set(self.owned)
-        for way in step.ways:
-            self._go(step, way, owned)
-            self._bring_to(step, way)
-            self.nesting = max(self.nesting, 1 + way.inside.nesting)
+        for subplan in step.subplans:
+            self._plan_subgraph(step, subplan, owned)
+            self._route_arguments(step, subplan)
+            self.nesting = max(self.nesting, 1 + subplan.plan.nesting)
         ends: dict[Tensor, int] = {}
-        for way in step.ways:
-            left = {t: way.inside.at[inner] for t, inner in way.returned}
+        for subplan in step.subplans:
+            left = {t: subplan.plan.final_ipus[inner] for t, inner in subplan.results}
             ends = left | ends
-            way.sent = tuple((t, ends[t]) for t in left if left[t] != ends[t])
-        self._leave(step, ends)
+            subplan.final_copies = tuple((t, ends[t]) for t in left if left[t] != ends[t])
+        self._record_results(step, ends)
 
-    def _go(self, step: HostControlFlow, way: SubPlan, owned_before: set[Tensor]) -> None:
+    def _plan_subgraph(self, step: HostControlFlow, subplan: SubPlan, owned_before: set[Tensor]) -> None:
         """Plan one graph of a host-executed op. If two storages share one array afterwards, neither is owned.
 
         A storage that another branch leaves with another owner is not owned either.
         """
-        origins = Counter(origin for origin, _ in way.given)
+        origins = Counter(origin for origin, _ in subplan.arguments)
         given_up = {*step.frees, *step.makes}
-        owned = {t for origin, t in way.given if origin in owned_before & given_up and origins[origin] == 1}
-        kept = {inner for _, inner in way.returned}
-        if step.turns > 1:
-            owned &= {t for origin, t in way.given if way.again[t] is not t or origin in step.makes}
+        owned = {t for origin, t in subplan.arguments if origin in owned_before & given_up and origins[origin] == 1}
+        kept = {inner for _, inner in subplan.results}
+        if step.iterations > 1:
+            owned &= {t for origin, t in subplan.arguments if subplan.carried[t] is not t or origin in step.makes}
             owned -= self._choice.not_owned[step.op]
-            kept.update(way.again.values())
-        last = tuple(stack.turn for stack in self._stacks.get(step.op, ()))
+            kept.update(subplan.carried.values())
+        last = tuple(stack.write for stack in self._stacks.get(step.op, ()))
         while True:
             is_whole = self._is_whole or not self._choice.is_on_several(step.op)
-            ops = (*way.graph.ops, *last)
-            way.inside = PlanBuilder(ops, self._choice, owned, kept, step.place, is_whole).planned()
-            passed = Counter(way.again.values())
-            lost = {t for t in owned if passed[way.again[t]] > 1 or way.again[t] not in way.inside.owned}
-            if step.turns == 1 or not lost:
+            ops = (*subplan.graph.ops, *last)
+            subplan.plan = PlanBuilder(ops, self._choice, owned, kept, step.ipu, is_whole).build()
+            passed = Counter(subplan.carried.values())
+            lost = {t for t in owned if passed[subplan.carried[t]] > 1 or subplan.carried[t] not in subplan.plan.owned}
+            if step.iterations == 1 or not lost:
                 break
             self._choice.not_owned[step.op] |= lost
             owned -= lost
-        returned = Counter(inner for _, inner in way.returned)
-        inputs = {t for _, t in way.given}
+        returned = Counter(inner for _, inner in subplan.results)
+        inputs = {t for _, t in subplan.arguments}
         # A storage that is neither owned inside nor an input may be the array of some input, passed on by a call.
-        passed_on = {inner.spec for inner in returned.keys() - inputs - way.inside.owned}
-        for origin, t in way.given:
-            if t not in way.inside.owned and (returned[t] or t.spec in passed_on):
+        passed_on = {inner.spec for inner in returned.keys() - inputs - subplan.plan.owned}
+        for origin, t in subplan.arguments:
+            if t not in subplan.plan.owned and (returned[t] or t.spec in passed_on):
                 self.owned.discard(origin)
-        for t, inner in way.returned:
-            is_first, is_alone = way is step.ways[0], returned[inner] == 1 and inner in way.inside.owned
+        for t, inner in subplan.results:
+            is_first, is_alone = subplan is step.subplans[0], returned[inner] == 1 and inner in subplan.plan.owned
             if is_alone and (is_first or t in self.owned):
                 self.owned.add(t)
             else:
                 self.owned.discard(t)
 
-    def _bring_to(self, step: HostControlFlow, way: SubPlan) -> None:
+    def _route_arguments(self, step: HostControlFlow, subplan: SubPlan) -> None:
         """Insert copies of arguments to the IPUs required by a host-executed graph, for every iteration."""
-        starts, at = way.inside.starts, way.inside.at
+        starts, at = subplan.plan.initial_ipus, subplan.plan.final_ipus
         keys: list[Key] = []
-        for origin, t in way.given:
-            place = starts.get(t)
-            if t in way.fixed or place is None:
+        for origin, t in subplan.arguments:
+            ipu = starts.get(t)
+            if t in subplan.constant_inputs or ipu is None:
                 keys.append(origin)
                 continue
-            self._bring(step, {origin: place})
-            keys.append(origin if self.at[origin] == place else (origin, place))
-        way.keys = tuple(keys)
-        if step.turns > 1:
-            way.returns = tuple((t, starts[t]) for t in way.again if t in starts and at[way.again[t]] != starts[t])
+            self._insert_copies(step, {origin: ipu})
+            keys.append(origin if self.final_ipus[origin] == ipu else (origin, ipu))
+        subplan.keys = tuple(keys)
+        if step.iterations > 1:
+            subplan.carried_copies = tuple(
+                (t, starts[t]) for t in subplan.carried if t in starts and at[subplan.carried[t]] != starts[t]
+            )
 
     def all_steps(self) -> Iterator[tuple[Segment | HostControlFlow, int]]:
         """All steps, including nested steps, with execution counts."""
@@ -321,8 +325,8 @@ class PlanBuilder:
             step, times = waiting.pop()
             yield step, times
             if isinstance(step, HostControlFlow):
-                inside = [inner for way in step.ways for inner in way.inside.steps]
-                waiting += [(inner, times * step.turns) for inner in reversed(inside)]
+                inside = [inner for subplan in step.subplans for inner in subplan.plan.steps]
+                waiting += [(inner, times * step.iterations) for inner in reversed(inside)]
 
     def segments(self) -> tuple[Segment, ...]:
         """Segments, ordered by first execution."""
@@ -331,28 +335,29 @@ class PlanBuilder:
     def homes(self) -> dict[Channel, int]:
         """IPU of each stream and buffer: that of its first using segment."""
         homes: dict[Channel, int] = {}
-        for piece in self.segments():
-            for c in piece.channels:
-                homes.setdefault(c, piece.place)
+        for segment in self.segments():
+            for c in segment.channels:
+                homes.setdefault(c, segment.ipu)
         return homes
 
     def is_worthwhile(self) -> bool:
         """Whether segments are large enough for distribution over several CPU devices."""
-        pieces = [(step, times) for step, times in self.all_steps() if isinstance(step, Segment)]
-        copies = sum(len(step.fetches) * times for step, times in self.all_steps())
-        copies += sum(sum(p != step.place for p in step.ends.values()) * times for step, times in pieces)
-        numbers = sum(self._choice.numbers(step.ops) * times for step, times in pieces)
-        return numbers >= WORTHWHILE * (copies + sum(times for _, times in pieces))
+        segments = [(step, times) for step, times in self.all_steps() if isinstance(step, Segment)]
+        copies = sum(len(step.copies) * times for step, times in self.all_steps())
+        copies += sum(sum(p != step.ipu for p in step.result_ipus.values()) * times for step, times in segments)
+        numbers = sum(self._choice.numbers(step.ops) * times for step, times in segments)
+        return numbers >= WORTHWHILE * (copies + sum(times for _, times in segments))
 
-    def prepare(self, terms_at: Mapping[int, CompileOptions], place: int) -> None:
+    def prepare(self, options_at: Mapping[int, CompileOptions], ipu: int) -> None:
         """Upload initial values of modified constants to their IPUs. These arrays are never donated."""
-        self._begin = {
-            t: terms_at[self.starts.get(t, place)].replicas.broadcast(to_device(t.data, t.dtype)) for t in self.changed
+        self._initial_constants = {
+            t: options_at[self.initial_ipus.get(t, ipu)].replicas.broadcast(to_device(t.data, t.dtype))
+            for t in self.changed
         }
 
     def run(self, values: Values, run: Run) -> None:
         """Execute the steps."""
-        values.update(self._begin)
+        values.update(self._initial_constants)
         for step in self.steps:
             step.run(values, run)
 
@@ -364,24 +369,22 @@ class PlanBuilder:
         curve: list[tuple[Segment, int, int]] = []
         lives: list[LiveRange] = []
 
-        def bytes_on(place: int) -> int:
-            return sum(size for p, size, _ in alive.values() if p == place)
+        def bytes_on(ipu: int) -> int:
+            return sum(size for p, size, _ in alive.values() if p == ipu)
 
         for step in self.steps:
             made = {t: copies * t.nelms * t.dtype.itemsize for t in step.makes if t not in step.reads}
             if isinstance(step, Segment):
                 executable = step.structure.executable  # `None` where another process runs it
                 needed = 0 if executable is None else executable.memory_analysis().temp_size_in_bytes
-                curve.append((step, bytes_on(step.place), sum(made.values()) + needed))
+                curve.append((step, bytes_on(step.ipu), sum(made.values()) + needed))
             else:  # the steps of host control flow make its results
-                for way in step.ways:
-                    inner, within = way.inside.curve(copies)
-                    lives += (
-                        LiveRange(t, place, size, len(curve) + a, len(curve) + b) for t, place, size, a, b in within
-                    )
-                    curve += [(piece, bytes_on(piece.place) + before, inside) for piece, before, inside in inner]
+                for subplan in step.subplans:
+                    inner, within = subplan.plan.curve(copies)
+                    lives += (LiveRange(t, ipu, size, len(curve) + a, len(curve) + b) for t, ipu, size, a, b in within)
+                    curve += [(segment, bytes_on(segment.ipu) + before, inside) for segment, before, inside in inner]
             now = len(curve) - 1
-            alive |= {t: (step.ends[t], size, now) for t, size in made.items()}
+            alive |= {t: (step.result_ipus[t], size, now) for t, size in made.items()}
             for t in step.frees:
                 if t in alive:
                     lives.append(LiveRange(t, *alive.pop(t), now))

@@ -28,14 +28,14 @@ from runtime.lowering.channels import Channel, Channels, Failure, channels_of_op
 from runtime.lowering.collectives import devices_meet
 from runtime.lowering.lower import Lowering
 from runtime.lowering.platform_hooks import CollectiveLock, hooks_for
+from runtime.plan.compile_options import CompileOptions
 from runtime.plan.stages import Stages, call_now
 from runtime.plan.structure import Structure, structure_of
-from runtime.plan.terms import CompileOptions
 from runtime.targets.destination import HOST
 from runtime.timeline import Recorder
 
 Key = Tensor | tuple[Tensor, int]
-"""A storage; or its copy in another place."""
+"""A storage; or its copy on another IPU."""
 
 Values = dict[Any, Array]
 """Contents of storages and copies, by their keys."""
@@ -45,22 +45,22 @@ class Run:
     """One run of a program: stream and buffer state, and step execution.
 
     Args:
-        terms_at: compile options of segments, by place.
-        where: the place of each stream and buffer.
-        channels: channels by place.
+        options_at: compile options of segments, by IPU.
+        where: the IPU of each stream and buffer.
+        channels: channels by IPU.
         recorder: calls executables, and copies, in place of the steps.
         stages: stages of the program, if some belong to other processes.
     """
 
     def __init__(
         self,
-        terms_at: Mapping[int, CompileOptions],
+        options_at: Mapping[int, CompileOptions],
         where: Mapping[Channel, int],
         channels: Mapping[int, Channels],
         recorder: Recorder | None,
         stages: Stages | None,
     ) -> None:
-        self._terms_at = terms_at
+        self._options_at = options_at
         self._where = dict(where)
         self._channels = channels
         self._recorder = recorder
@@ -74,9 +74,9 @@ class Run:
             executable = partial(self._recorder, name(), executable)
         return call_now(executable, name, *arguments, lock=lock)
 
-    def copy_to_ipu(self, array: Array, place: int) -> Array:
+    def copy_to_ipu(self, array: Array, ipu: int) -> Array:
         """Copy an array to another IPU."""
-        return self._copy(array, self._terms_at[place].replicas.sharding())
+        return self._copy(array, self._options_at[ipu].replicas.sharding())
 
     def own_copy(self, array: Array) -> Array:
         """An array restricted to this process's devices, which may include none of its IPU."""
@@ -87,22 +87,22 @@ class Run:
             return self._stages.copy(array, sharding, self.call)
         return copied(array, sharding) if self._recorder is None else self._recorder.copy(array, sharding)
 
-    def number(self, value: Any, place: int) -> Array:
+    def number(self, value: Any, ipu: int) -> Array:
         """Host scalar as an array of all replicas on an IPU."""
-        return self._terms_at[place].replicas.broadcast(np.asarray(value))
+        return self._options_at[ipu].replicas.broadcast(np.asarray(value))
 
-    def channels(self, place: int, shared: Iterable[Channel] = ()) -> Channels:
-        """Channels of IPU `place`, after transferring `shared` channels from other IPUs."""
-        here = self._channels[place]
+    def channels(self, ipu: int, shared: Iterable[Channel] = ()) -> Channels:
+        """Channels of IPU `ipu`, after transferring `shared` channels from other IPUs."""
+        here = self._channels[ipu]
         for c in shared:
-            if self._where[c] != place:
+            if self._where[c] != ipu:
                 (state,) = self._channels[self._where[c]].states((c,))
-                terms = self._terms_at[place]
-                sharding = terms.slots if isinstance(c, RemoteBuffer) else terms.replicas.sharding()
+                options = self._options_at[ipu]
+                sharding = options.slots if isinstance(c, RemoteBuffer) else options.replicas.sharding()
                 array, position = state
-                there = position if isinstance(position, int) else self.copy_to_ipu(position, place)
+                there = position if isinstance(position, int) else self.copy_to_ipu(position, ipu)
                 here.set_states((c,), [(self._copy(array, sharding), there)])
-                self._where[c] = place
+                self._where[c] = ipu
         return here
 
 
@@ -114,33 +114,33 @@ class Step:
         reads: storages that the step reads, including those that it overwrites.
         makes: storages that have a new value afterwards.
         frees: storages that are not needed afterwards.
-        place: place of the step, and of storages that it does not use; the number of an IPU.
-        fetches: copies to make first: storages, and their target places.
-        ends: places of its results afterwards.
+        ipu: IPU of the step, and of storages that it does not use.
+        copies: copies to make first: storages, and their target IPUs.
+        result_ipus: IPUs of its results afterwards.
         drops: keys of values that are not needed afterwards, including copies.
     """
 
     reads: tuple[Tensor, ...]
     makes: tuple[Tensor, ...]
     frees: tuple[Tensor, ...] = ()
-    place: int = 0
-    fetches: tuple[tuple[Tensor, int], ...] = ()
-    ends: dict[Tensor, int] = field(default_factory=dict)
+    ipu: int = 0
+    copies: tuple[tuple[Tensor, int], ...] = ()
+    result_ipus: dict[Tensor, int] = field(default_factory=dict)
     drops: tuple[Key, ...] = ()
 
-    def fetch(self, values: Values, run: Run) -> None:
+    def copy_operands(self, values: Values, run: Run) -> None:
         """Copy values needed on other IPUs."""
-        for t, place in self.fetches:
-            values[t, place] = run.copy_to_ipu(values[t], place)
+        for t, ipu in self.copies:
+            values[t, ipu] = run.copy_to_ipu(values[t], ipu)
 
 
-def described_state(channel: Stream | Failure, terms: CompileOptions) -> tuple[Any, Any]:
+def described_state(channel: Stream | Failure, options: CompileOptions) -> tuple[Any, Any]:
     """Types of a stream's transfers, or of the failure flag, and of the index of the next transfer."""
-    position = terms.replicas.spec((), np.dtype(np.int32))
+    position = options.replicas.spec((), np.dtype(np.int32))
     if isinstance(channel, Failure):
-        return terms.replicas.spec(channel.shape, channel.start.dtype), position
+        return options.replicas.spec(channel.shape, channel.start.dtype), position
     shape = (channel.num_host_transfers, *channel.shape)
-    return terms.replicas.spec(shape, in_transit(channel.dtype)), position
+    return options.replicas.spec(shape, in_transit(channel.dtype)), position
 
 
 class CompiledSegment(NamedTuple):
@@ -160,8 +160,8 @@ class Segment(Step):
         size: number of ops for XLA.
         encoding: structural encoding of the ops.
         donated: storages that the ops overwrite, whose new value is needed, and that have no other owner.
-        keys: keys of the segment's inputs, for those that are in another place.
-        shared: streams and buffers that segments in other places also use.
+        keys: keys of the segment's inputs, for those that are on another IPU.
+        shared: streams and buffers that segments on other IPUs also use.
         seconds: compile time; 0, if a segment of the same structure had been compiled before.
     """
 
@@ -188,53 +188,55 @@ class Segment(Step):
         """Streams and buffers used by the ops."""
         return channels_of_ops(self.ops)
 
-    def executable_key(self, terms: CompileOptions) -> Structure:
+    def executable_key(self, options: CompileOptions) -> Structure:
         """Executable key of the segment: structure of its ops, donated inputs, required results, and compile
         options."""
         number = self.encoding.numbers
         results = (tuple(number[t] for t in self.donated), tuple(number[t] for t in self.makes))
-        return structure_of((*self.encoding.code, results, terms.key()))
+        return structure_of((*self.encoding.code, results, options.key()))
 
-    def prepare(self, terms_at: Mapping[int, CompileOptions]) -> None:
+    def prepare(self, options_at: Mapping[int, CompileOptions]) -> None:
         """Determine compilation inputs, and upload constant arguments to the segment's IPU."""
-        terms = terms_at[self.place]
+        options = options_at[self.ipu]
         self.feeds = tuple(c for c in self.channels if isinstance(c, HostToDeviceStream))
-        self.kept = tuple(t for t in self.encoding.roots if t not in self.donated)
-        self.new = tuple(t for t in self.makes if t not in self.donated)
-        self._given_up, self._given = (tuple(self.keys.get(t, t) for t in ts) for ts in (self.donated, self.kept))
-        self._is_elsewhere = terms.destination.is_elsewhere
-        self._described = {t: terms.replicas.spec(t.shape, t.dtype.as_jax()) for t in self.makes}
-        passed = (t for t in self.kept if isinstance(t, Constant) and t not in self.reads)
-        self._constants = {t: terms.replicas.broadcast(to_device(t.data, t.dtype)) for t in passed}
-        self._sent = tuple((t, place) for t, place in self.ends.items() if place != self.place)
-        meets = devices_meet(self.ops, terms.replicas)
-        self._lock = hooks_for(terms.destination.platform).collective_lock if meets else None
-        self.structure = self.executable_key(terms)
+        self.borrowed = tuple(t for t in self.encoding.roots if t not in self.donated)
+        self.fresh_results = tuple(t for t in self.makes if t not in self.donated)
+        self._donated_keys, self._borrowed_keys = (
+            tuple(self.keys.get(t, t) for t in ts) for ts in (self.donated, self.borrowed)
+        )
+        self._is_elsewhere = options.destination.is_elsewhere
+        self._described = {t: options.replicas.spec(t.shape, t.dtype.as_jax()) for t in self.makes}
+        passed = (t for t in self.borrowed if isinstance(t, Constant) and t not in self.reads)
+        self._constants = {t: options.replicas.broadcast(to_device(t.data, t.dtype)) for t in passed}
+        self._result_copies = tuple((t, ipu) for t, ipu in self.result_ipus.items() if ipu != self.ipu)
+        meets = devices_meet(self.ops, options.replicas)
+        self._lock = hooks_for(options.destination.platform).collective_lock if meets else None
+        self.structure = self.executable_key(options)
 
-    def lowered(self, terms: CompileOptions) -> Callable[[], CompiledSegment]:
+    def lowered(self, options: CompileOptions) -> Callable[[], CompiledSegment]:
         """Trace the ops. Returns a function that compiles them with XLA, callable from any thread."""
         start = perf_counter()
         buffers = [c for c in self.channels if isinstance(c, RemoteBuffer)]
-        in_order = not (buffers and terms.slots.memory_kind == HOST)
-        lowering = Lowering(self.ops, terms.options, not terms.inlines, terms.replicas, in_order=in_order)
+        in_order = not (buffers and options.slots.memory_kind == HOST)
+        lowering = Lowering(self.ops, options.session_options, not options.inlines, options.replicas, in_order=in_order)
 
         def run_segment(donated: Any, kept: Any, feeds: Any, positions: Any) -> Any:
             channels = Channels({c: (feed, 0) for c, feed in zip(self.feeds, feeds, strict=True)})
             channels.set_carried(self.channels, positions)
-            values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
+            values = dict(zip((*self.donated, *self.borrowed), (*donated, *kept), strict=True))
             environment = lowering.run(self.ops, values, channels)
-            overwritten, new = ([environment.values[t] for t in ts] for ts in (self.donated, self.new))
+            overwritten, new = ([environment.values[t] for t in ts] for ts in (self.donated, self.fresh_results))
             return overwritten, channels.carried(self.channels), new
 
         run_segment.__name__ = identifier(self.name) or "piece"  # also the name of the module
-        spread = terms.replicas.vmap_replicas(run_segment)
-        lowered = lower(lambda: terms.destination.lower(donating(spread, 0, 3), *self._arguments(terms)))
+        spread = options.replicas.vmap_replicas(run_segment)
+        lowered = lower(lambda: options.destination.lower(donating(spread, 0, 3), *self._arguments(options)))
         traced = perf_counter() - start
 
         def compile() -> CompiledSegment:
             start = perf_counter()
-            executable = terms.destination.compile(lowered)
-            if buffers and terms.has_slots_on_host:
+            executable = options.destination.compile(lowered)
+            if buffers and options.has_slots_on_host:
                 remote.check_places(
                     executable.as_text(), self._results(lowered.out_info), self.ops[0].graph.ir.main_graph
                 )
@@ -258,33 +260,33 @@ class Segment(Step):
         carried = [each for i, result in sorted(positions.items()) for each in channel_state(i, result)]
         return [*[None] * len(overwritten), *carried, *[None] * len(new)]
 
-    def _arguments(self, terms: CompileOptions) -> tuple[Any, ...]:
+    def _arguments(self, options: CompileOptions) -> tuple[Any, ...]:
         def spec(t: Tensor) -> Any:
-            return terms.replicas.spec(t.shape, t.dtype.as_jax())
+            return options.replicas.spec(t.shape, t.dtype.as_jax())
 
         def carried(c: Channel) -> Any:
             if isinstance(c, RemoteBuffer):
-                return remote.spec(c, terms.replicas, terms.slots)
-            transfers, position = described_state(c, terms)
+                return remote.spec(c, options.replicas, options.slots)
+            transfers, position = described_state(c, options)
             return position if isinstance(c, HostToDeviceStream) else (transfers, position)
 
         return (
             [spec(t) for t in self.donated],
-            [spec(t) for t in self.kept],
-            [described_state(c, terms)[0] for c in self.feeds],
+            [spec(t) for t in self.borrowed],
+            [described_state(c, options)[0] for c in self.feeds],
             {i: carried(c) for i, c in enumerate(self.channels)},
         )
 
     def run(self, values: Values, run: Run) -> None:
         """Run the ops, unless another process does."""
-        self.fetch(values, run)
-        channels = run.channels(self.place, self.shared)
+        self.copy_operands(values, run)
+        channels = run.channels(self.ipu, self.shared)
         if self._is_elsewhere:
             values.update(self._described)
         else:
             self._run_ops(values, run, channels)
-        for t, place in self._sent:
-            values[t] = run.copy_to_ipu(values[t], place)
+        for t, ipu in self._result_copies:
+            values[t] = run.copy_to_ipu(values[t], ipu)
         for key in self.drops:
             del values[key]
 
@@ -292,7 +294,7 @@ class Segment(Step):
         overwritten, positions, new = run.call(
             self.structure.executable,
             self._name,
-            [values[key] for key in self._given_up],
+            [values[key] for key in self._donated_keys],
             self._borrowed_arguments(values),
             [channels.transfers(c) for c in self.feeds],
             channels.carried(self.channels),
@@ -300,13 +302,13 @@ class Segment(Step):
         )
         channels.set_carried(self.channels, positions)
         values.update(zip(self.donated, overwritten, strict=True))
-        values.update(zip(self.new, new, strict=True))
+        values.update(zip(self.fresh_results, new, strict=True))
 
     def _borrowed_arguments(self, values: Values) -> list[Array]:
         """Arguments read without donation; constants passed to calls are identical in all runs."""
         if not self._constants:
-            return [values[key] for key in self._given]
-        return [self._constants[key] if key in self._constants else values[key] for key in self._given]
+            return [values[key] for key in self._borrowed_keys]
+        return [self._constants[key] if key in self._constants else values[key] for key in self._borrowed_keys]
 
     def _name(self) -> str:
         return self.name
@@ -318,52 +320,54 @@ class SubPlan:
 
     Attributes:
         graph: the graph.
-        given: storages outside, and the graph inputs bound to them.
-        fixed: inputs bound to constants that are never changed; they have no key of their own.
-        returned: storages outside that have a new value afterwards, and the inner storages that hold it.
-        again: inner storages passed to the next iteration of a loop, by the storages that receive them.
-        inside: steps of the graph.
+        arguments: storages outside, and the graph inputs bound to them.
+        constant_inputs: inputs bound to constants that are never changed; they have no key of their own.
+        results: storages outside that have a new value afterwards, and the inner storages that hold it.
+        carried: inner storages passed to the next iteration of a loop, by the storages that receive them.
+        plan: steps of the graph.
         keys: keys of the inputs.
-        returns: copies to make before the next iteration: storages, and their target places.
-        sent: copies to make at the end, to the places where other branches leave these storages.
+        carried_copies: copies to make before the next iteration: storages, and their target IPUs.
+        final_copies: copies to make at the end, to the IPUs where other branches leave these storages.
     """
 
     graph: Graph
-    given: tuple[tuple[Tensor, Tensor], ...]
-    fixed: dict[Tensor, Constant]
-    returned: tuple[tuple[Tensor, Tensor], ...]
-    again: dict[Tensor, Tensor]
-    inside: Any = None
+    arguments: tuple[tuple[Tensor, Tensor], ...]
+    constant_inputs: dict[Tensor, Constant]
+    results: tuple[tuple[Tensor, Tensor], ...]
+    carried: dict[Tensor, Tensor]
+    plan: Any = None
     keys: tuple[Key, ...] = ()
-    returns: tuple[tuple[Tensor, int], ...] = ()
-    sent: tuple[tuple[Tensor, int], ...] = ()
+    carried_copies: tuple[tuple[Tensor, int], ...] = ()
+    final_copies: tuple[tuple[Tensor, int], ...] = ()
 
-    def prepare(self, terms_at: Mapping[int, CompileOptions], place: int) -> None:
+    def prepare(self, options_at: Mapping[int, CompileOptions], ipu: int) -> None:
         """Upload constant arguments, and the graph's own constants, to the IPUs that read them."""
         self._constants = {
-            t: terms_at[self.inside.starts.get(t, place)].replicas.broadcast(to_device(constant.data, constant.dtype))
-            for t, constant in self.fixed.items()
+            t: options_at[self.plan.initial_ipus.get(t, ipu)].replicas.broadcast(
+                to_device(constant.data, constant.dtype)
+            )
+            for t, constant in self.constant_inputs.items()
         }
-        self.inside.prepare(terms_at, place)
+        self.plan.prepare(options_at, ipu)
 
     def initial_values(self, values: Values) -> Values:
         """Initial values of the steps."""
         inner = dict(self._constants)
-        inner.update((t, values[key]) for (_, t), key in zip(self.given, self.keys, strict=True) if t not in inner)
+        inner.update((t, values[key]) for (_, t), key in zip(self.arguments, self.keys, strict=True) if t not in inner)
         return inner
 
     def next(self, inner: Values, run: Run) -> Values:
         """Values for the next iteration."""
-        inner = {t: inner[result] for t, result in self.again.items()}
-        for t, place in self.returns:
-            inner[t] = run.copy_to_ipu(inner[t], place)
+        inner = {t: inner[result] for t, result in self.carried.items()}
+        for t, ipu in self.carried_copies:
+            inner[t] = run.copy_to_ipu(inner[t], ipu)
         return inner
 
     def finish(self, inner: Values, values: Values, run: Run) -> None:
         """Store results in the outer values, with copies to their final IPUs."""
-        values.update((t, inner[result]) for t, result in self.returned)
-        for t, place in self.sent:
-            values[t] = run.copy_to_ipu(values[t], place)
+        values.update((t, inner[result]) for t, result in self.results)
+        for t, ipu in self.final_copies:
+            values[t] = run.copy_to_ipu(values[t], ipu)
 
 
 @dataclass
@@ -372,43 +376,43 @@ class HostControlFlow(Step):
 
     Attributes:
         op: the op.
-        ways: graphs of the op: for a conditional, the two branches.
+        subplans: graphs of the op: for a conditional, the two branches.
         condition: condition of a branch. The host has to wait for it.
         numbers: iterations that execute the graph, in order.
-        extra: inputs that only the graph of a loop has: the iteration number, and true.
+        loop_inputs: inputs that only the graph of a loop has: the iteration number, and true.
     """
 
     op: Any = None
-    ways: tuple[SubPlan, ...] = ()
+    subplans: tuple[SubPlan, ...] = ()
     condition: Tensor | None = None
     numbers: range = range(1)
-    extra: tuple[Tensor, ...] = ()
+    loop_inputs: tuple[Tensor, ...] = ()
 
     @property
-    def turns(self) -> int:
+    def iterations(self) -> int:
         """How often the graph is gone through."""
         return len(self.numbers)
 
-    def prepare(self, terms_at: Mapping[int, CompileOptions]) -> None:
+    def prepare(self, options_at: Mapping[int, CompileOptions]) -> None:
         """Upload constant arguments to the IPUs that read them."""
-        for way in self.ways:
-            way.prepare(terms_at, self.place)
-        starts = self.ways[0].inside.starts
-        self._numbered = tuple((t, starts[t]) for t in self.extra if t in starts)
+        for subplan in self.subplans:
+            subplan.prepare(options_at, self.ipu)
+        starts = self.subplans[0].plan.initial_ipus
+        self._numbered_inputs = tuple((t, starts[t]) for t in self.loop_inputs if t in starts)
 
     def run(self, values: Values, run: Run) -> None:
         """Run the op."""
-        self.fetch(values, run)
-        way = self.ways[0]
+        self.copy_operands(values, run)
+        subplan = self.subplans[0]
         if self.condition is not None and not np.asarray(run.own_copy(values[self.condition])).item():
-            way = self.ways[1]
-        inner = way.initial_values(values)
-        for turn in self.numbers:
-            if turn != self.numbers[0]:
-                inner = way.next(inner, run)
-            for t, place in self._numbered:
-                inner[t] = run.number(np.int32(turn) if t is self.extra[0] else np.True_, place)
-            way.inside.run(inner, run)
-        way.finish(inner, values, run)
+            subplan = self.subplans[1]
+        inner = subplan.initial_values(values)
+        for iteration in self.numbers:
+            if iteration != self.numbers[0]:
+                inner = subplan.next(inner, run)
+            for t, ipu in self._numbered_inputs:
+                inner[t] = run.number(np.int32(iteration) if t is self.loop_inputs[0] else np.True_, ipu)
+            subplan.plan.run(inner, run)
+        subplan.finish(inner, values, run)
         for key in self.drops:
             del values[key]

@@ -18,7 +18,7 @@ from popxl.core.tensor import Tensor
 from popxl.core.traits import Overwrites
 from popxl.ops.host import init_kind
 
-turn_kind = OpKind(
+write_kind = OpKind(
     "StackTurn",
     lambda stack, value, turn: lax.dynamic_update_index_in_dim(stack, value, turn, 0),
     shape=lambda stack, value, turn: (),
@@ -31,8 +31,8 @@ class Stack(NamedTuple):
     """Stacked loop output over all iterations, with the ops for allocation and writing."""
 
     result: Tensor
-    room: Op
-    turn: Op
+    allocation: Op
+    write: Op
 
 
 def stacks_of(loop: Op, home: Callable[[Tensor], int]) -> tuple[Stack, ...]:
@@ -45,9 +45,11 @@ def stacks_of(loop: Op, home: Callable[[Tensor], int]) -> tuple[Stack, ...]:
     (run,) = loop.runs
     stacks = []
     for result, value in zip(loop.outputs[run.carried :], run.outputs[run.carried :], strict=True):
-        at = home(value)
-        room = _detached_op(loop, at, init_kind, (), (result,), spec=result.spec, init_type="zero")
-        stacks.append(Stack(result, room, _detached_op(loop, at, turn_kind, (result, value, run.op_inputs[0]), ())))
+        ipu = home(value)
+        allocation = _detached_op(loop, ipu, init_kind, (), (result,), spec=result.spec, init_type="zero")
+        stacks.append(
+            Stack(result, allocation, _detached_op(loop, ipu, write_kind, (result, value, run.op_inputs[0]), ()))
+        )
     return tuple(stacks)
 
 

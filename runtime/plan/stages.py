@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from popxl.base.arrays import Array
 from runtime.jax_private import copied
 from runtime.lowering.platform_hooks import CollectiveLock, hooks_for
-from runtime.plan.terms import CompileOptions
+from runtime.plan.compile_options import CompileOptions
 from runtime.targets.destination import HOST
 from runtime.targets.replicas import AXIS
 
@@ -38,18 +38,18 @@ class Stages:
     """Assignment of IPUs to processes, for replicas that span several processes.
 
     Args:
-        terms_at: compile options of each place.
+        options_at: compile options of each place.
 
     Attributes:
         own: the first place of this process.
     """
 
-    def __init__(self, terms_at: Mapping[int, CompileOptions]) -> None:
-        self.own = next(place for place, terms in terms_at.items() if not terms.destination.is_elsewhere)
-        self._own_processes = _processes(terms_at[self.own].replicas.sharding())
+    def __init__(self, options_at: Mapping[int, CompileOptions]) -> None:
+        self.own = next(place for place, options in options_at.items() if not options.destination.is_elsewhere)
+        self._own_processes = _processes(options_at[self.own].replicas.sharding())
         self._firsts: dict[tuple[int, ...], Any] = {}  # for each group of processes, where its first place is
-        for terms in terms_at.values():
-            sharding = terms.replicas.sharding()
+        for options in options_at.values():
+            sharding = options.replicas.sharding()
             self._firsts.setdefault(_processes(sharding), sharding)
 
     def copy(self, array: Array, sharding: Any, call: Call) -> Array:
@@ -70,9 +70,9 @@ class Stages:
         return found
 
 
-def stages_of(terms_at: Mapping[int, CompileOptions]) -> Stages | None:
+def stages_of(options_at: Mapping[int, CompileOptions]) -> Stages | None:
     """Stages of a program, if some belong to other processes."""
-    return Stages(terms_at) if any(terms.destination.is_elsewhere for terms in terms_at.values()) else None
+    return Stages(options_at) if any(options.destination.is_elsewhere for options in options_at.values()) else None
 
 
 class StageLink:

@@ -79,8 +79,8 @@ class CompiledProgram:
     def is_serializable(self) -> bool:
         """Whether XLA compiled all executables in this process. Executables from files or caches cannot be serialized
         again: after loading, XLA for CPUs no longer has their code in serializable form."""
-        pieces = self.executable.structures if isinstance(self.executable, Plan) else ()
-        return not self.is_cached and _cached.isdisjoint(pieces)
+        segments = self.executable.structures if isinstance(self.executable, Plan) else ()
+        return not self.is_cached and _cached.isdisjoint(segments)
 
     def executables(self) -> tuple[Any, ...]:
         """All distinct JAX executables of the program, in deterministic order."""
@@ -168,7 +168,7 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
 
     def compile() -> Any:
         executable = layout.destination.compile(lowered)
-        if layout.buffers and layout.terms_for(None).has_slots_on_host:
+        if layout.buffers and layout.compile_options_for(None).has_slots_on_host:
             results = [None] * len(layout.changing) + [*layout.buffers]
             fetched = len(jax.tree.leaves(lowered.out_info)) - len(results)
             remote.check_places(executable.as_text(), results + [None] * fetched, layout.main)
@@ -193,8 +193,8 @@ def _lowered(layout: Layout, platform: str = "") -> Any:
 
 def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Function for one run of the entire program, and its argument types."""
-    scheduling = ProgramOrder() if layout.rolling is None else layout.rolling
-    in_order = not (layout.buffers and layout.terms_for(None).slots.memory_kind == HOST)
+    scheduling = ProgramOrder() if layout.rerolling is None else layout.rerolling
+    in_order = not (layout.buffers and layout.compile_options_for(None).slots.memory_kind == HOST)
     lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, scheduling, in_order)
     own = tuple(block for block in layout.constant if not layout.is_replicated(block))
     shared = tuple(block for block in layout.constant if layout.is_replicated(block))
@@ -224,7 +224,7 @@ def begin_run(
     """Initial tensor storages and channels of the main graph, for one replica's run."""
     count = len(layout.changing)
     held = zip((*layout.changing, *layout.constant), (*changing[:count], *constant), strict=True)
-    values = {t: place for block, array in held for t, place in block.unpack(array).items()}
+    values = {t: ipu for block, array in held for t, ipu in block.unpack(array).items()}
     begun = zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)
     slots = ((buffer, (array, 0)) for buffer, array in zip(layout.buffers, changing[count:], strict=True))
     return values, Channels(dict((*begun, *slots)))
@@ -244,39 +244,41 @@ def end_run(
 def _plan(layout: Layout, steps: PlanBuilder, known: Sequence[Any] | None, watch: Watch) -> _Built:
     """Compile the program as segments, executed sequentially by the host."""
     buffers = {buffer: layout.homes[buffer] for buffer in layout.buffers}
-    channels = {place: _channels_in(place, layout, steps) for place in layout.terms}
+    channels = {ipu: _channels_in(ipu, layout, steps) for ipu in layout.compile_options}
     # If there are several places, some may have no streams; a single one always has its ends.
-    with_ends = [place for place, here in channels.items() if here or len(channels) == 1]
+    with_ends = [ipu for ipu, here in channels.items() if here or len(channels) == 1]
     if known is None:
-        ends = {place: _begin_and_end(layout, place, channels[place]) for place in with_ends}
+        ends = {ipu: _begin_and_end(layout, ipu, channels[ipu]) for ipu in with_ends}
         held = []
     else:
         pairs = zip(known[::2], known[1::2], strict=False)
         ends = dict(zip(with_ends, pairs, strict=False))
         held = _adopt(layout, steps, known[2 * len(with_ends) :])
-    streams = (layout.fed, layout.outputs)
-    plan = Plan(steps, layout.changed, layout.read, buffers, *streams, channels, layout.terms, ends, watch)
+    streams = (layout.used_inputs, layout.outputs)
+    plan = Plan(steps, layout.changed, layout.read, buffers, *streams, channels, layout.compile_options, ends, watch)
     del held  # the segments have them by now
     return plan, ends, plan.text
 
 
-def _channels_in(place: int, layout: Layout, steps: PlanBuilder) -> tuple[Stream | Failure, ...]:
+def _channels_in(ipu: int, layout: Layout, steps: PlanBuilder) -> tuple[Stream | Failure, ...]:
     """Channels located at an IPU. The failure channel exists wherever a segment performs checks."""
-    checks = any(FAILURE in piece.channels for piece in steps.segments() if piece.place == place)
-    return tuple(c for c in layout.channels if (checks if c is FAILURE else layout.homes[c] == place))
+    checks = any(FAILURE in segment.channels for segment in steps.segments() if segment.ipu == ipu)
+    return tuple(c for c in layout.channels if (checks if c is FAILURE else layout.homes[c] == ipu))
 
 
 def _adopt(layout: Layout, steps: PlanBuilder, executables: Sequence[Any]) -> list[Structure]:
     """Adopt precompiled executables for the plan's segments. They stay registered while the caller references the
     returned structures."""
-    structures = dict.fromkeys(piece.executable_key(layout.terms[piece.place]) for piece in steps.segments())
+    structures = dict.fromkeys(
+        segment.executable_key(layout.compile_options[segment.ipu]) for segment in steps.segments()
+    )
     for structure, executable in zip(structures, executables, strict=True):
         if structure.executable is None:
             structure.executable, structure.text = executable, executable.as_text
     return [*structures]
 
 
-def _begin_and_end(layout: Layout, place: int, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
+def _begin_and_end(layout: Layout, ipu: int, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
     """Compile prologue and epilogue of a run: initial channel state from feeds, and fetches from final channel state.
 
     If host arrays have the layout of a stream's transfers, nothing is copied: those of feeds are `None` in the first
@@ -284,19 +286,22 @@ def _begin_and_end(layout: Layout, place: int, channels: Sequence[Stream | Failu
 
     IPUs of other processes have no prologue here, and their epilogue reads copies on this process's devices.
     """
-    is_elsewhere = layout.terms[place].destination.is_elsewhere
-    terms = layout.terms[layout.stages.own if is_elsewhere and layout.stages is not None else place]
-    replicas = terms.replicas
+    is_elsewhere = layout.compile_options[ipu].destination.is_elsewhere
+    options = layout.compile_options[layout.stages.own if is_elsewhere and layout.stages is not None else ipu]
+    replicas = options.replicas
 
     def is_alike(channel: Stream | Failure) -> bool:
-        return replicas.count == 1 and not isinstance(channel, Failure) and layout.room[channel] > 1
+        return replicas.count == 1 and not isinstance(channel, Failure) and layout.capacity[channel] > 1
 
     are_donated = all(map(is_alike, (c for c in channels if c in layout.outputs)))
 
     def begin_replica(feeds: Sequence[Array]) -> Any:
         states = zip(channels, layout.begin(feeds, channels), strict=True)
         return tuple(
-            (None if c in layout.fed and is_alike(c) else jnp.asarray(transfers), jnp.asarray(position, jnp.int32))
+            (
+                None if c in layout.used_inputs and is_alike(c) else jnp.asarray(transfers),
+                jnp.asarray(position, jnp.int32),
+            )
             for c, (transfers, position) in states
         )
 
@@ -308,12 +313,12 @@ def _begin_and_end(layout: Layout, place: int, channels: Sequence[Stream | Failu
         return layout.transfers_first(fetched, channels)
 
     beginning = jax.jit(begin, out_shardings=replicas.sharding())
-    started = lower(lambda: terms.destination.lower(beginning, layout.feed_specs(replicas, channels)))
-    results = [described_state(c, terms)[0] for c in channels if not isinstance(c, HostToDeviceStream)]
-    ended = lower(lambda: terms.destination.lower(jax.jit(end, donate_argnums=0 if are_donated else ()), results))
+    started = lower(lambda: options.destination.lower(beginning, layout.feed_specs(replicas, channels)))
+    results = [described_state(c, options)[0] for c in channels if not isinstance(c, HostToDeviceStream)]
+    ended = lower(lambda: options.destination.lower(jax.jit(end, donate_argnums=0 if are_donated else ()), results))
 
     def compile() -> tuple[Any, Any]:
-        return None if is_elsewhere else terms.destination.compile(started), terms.destination.compile(ended)
+        return None if is_elsewhere else options.destination.compile(started), options.destination.compile(ended)
 
     with CompilePool(1) as pool:
         return pool.submit(compile).result()

@@ -70,10 +70,10 @@ class HostArrays:
         self._copy_feed = hooks_for(layout.destination.platform).copy_feed
         given = [s for s in layout.inputs if not isinstance(s, RoundingKey)]
         self._inputs = frozenset(given)
-        self._excess = {s: count for s, count in layout.counts.items() if count > layout.room[s]}
+        self._excess = {s: count for s, count in layout.counts.items() if count > layout.capacity[s]}
         self._expected = tuple((s, layout.host_shape(s), in_transit(s.dtype)) for s in given)
-        self._unread = self._inputs.difference(layout.fed)
-        self._rounding = next((i for i, s in enumerate(layout.fed) if isinstance(s, RoundingKey)), None)
+        self._unread = self._inputs.difference(layout.used_inputs)
+        self._rounding = next((i for i, s in enumerate(layout.used_inputs) if isinstance(s, RoundingKey)), None)
 
     # In -------------------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class HostArrays:
         setting = "its own `num_host_transfers`" if stream.has_own_transfers else "`ir.num_host_transfers`"
         raise PopxlRuntimeError(
             f"Session.run: the program makes {count} transfers of {stream} in one run, and {setting} was "
-            f"{self._layout.room[stream]} when the session was made. Set it to at least {count} before that."
+            f"{self._layout.capacity[stream]} when the session was made. Set it to at least {count} before that."
         )
 
     def _converted(
@@ -153,7 +153,7 @@ class HostArrays:
         if array.shape == shape:
             return array
         given = array.shape
-        transfers = self._layout.room[stream]
+        transfers = self._layout.capacity[stream]
         own = stream.has_own_transfers
         if transfers > 1:
             if not array.shape or array.shape[0] < transfers:
@@ -220,7 +220,7 @@ class HostArrays:
     ) -> None:
         """Copy results of a run into arrays. Unused transfer slots stay unchanged."""
         for s in self._layout.outputs:
-            room = (self._layout.room[s], self._layout.replicas.local_count, *s.shape)
+            room = (self._layout.capacity[s], self._layout.replicas.local_count, *s.shape)
             used = self._layout.counts[s]
             array = arrays[s][: room[0]] if room[0] > 1 else arrays[s]
             np.copyto(array.reshape(room)[:used], results[s].reshape(room)[:used])

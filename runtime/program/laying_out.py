@@ -34,19 +34,19 @@ def layout_for(ir: Ir, device: Device, calls: str | None = None) -> Layout:
     destination = Destination(device.jax_devices, count, device.target is None, dimensions, ir.adjacent_replicas)
     layout = lay_out(ir, destination, calls)
     if is_divided:
-        processes.check_stages(len(layout.terms))
-    device.check_parts([terms.replicas.devices for terms in layout.terms.values()])
+        processes.check_stages(len(layout.compile_options))
+    device.check_parts([options.replicas.devices for options in layout.compile_options.values()])
     return layout
 
 
 def lay_out(ir: Ir, destination: Destination, calls: str | None = None) -> Layout:
     """Lay out a program for a compile target; see `layout_for`."""
     main = ir.main_graph
-    held, written = held_variables(main), written_tensors(main)
-    changed = tuple(t for t in held if t in written)
+    resident, written = held_variables(main), written_tensors(main)
+    changed = tuple(t for t in resident if t in written)
     _check(main)
-    decision = decide(main, ir.options, destination, held, changed, calls)
-    layout = Layout(ir, destination, held, changed, decision)
+    decision = decide(main, ir.options, destination, resident, changed, calls)
+    layout = Layout(ir, destination, resident, changed, decision)
     if ir.options.remoteBuffers != "device" and destination.platform == "tpu":
         remote.check_width(layout.buffers, main)
     return layout

@@ -25,10 +25,10 @@ from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from runtime.lowering import remote_buffers as remote
 from runtime.lowering.channels import FAILURE, Channel, Failure, channels_of, prints
 from runtime.lowering.collectives import devices_meet
+from runtime.plan.compile_options import CompileOptions
 from runtime.plan.decision import Decision
 from runtime.plan.planning import PlanBuilder, plan_of
 from runtime.plan.stages import stages_of
-from runtime.plan.terms import CompileOptions
 from runtime.program.blocks import PackedVariables, blocks_of
 from runtime.targets.destination import HOST, Destination
 from runtime.targets.replicas import DividedReplicas, Replicas
@@ -44,7 +44,7 @@ class Layout:
     Args:
         ir: the program.
         destination: compile target.
-        held: storages of its variables on the device, and the variables; see `held` below.
+        resident: storages of its variables on the device, and the variables; see the attribute.
         changed: storages among these of variables that it changes.
         decision: form of called graphs, and the IPUs of ops.
 
@@ -55,14 +55,14 @@ class Layout:
         divided: the same, if several processes drive them.
         main: graph to run.
         options: options of the Ir.
-        room: capacity of each stream, in transfers.
+        capacity: capacity of each stream, in transfers.
         buffers: the remote buffers that it uses, in the order of their numbers.
         inputs, outputs: streams to load from, and to store to, in the order of their ids.
-        fed: inputs with loaded values that are used: only the arrays of these are sent.
+        used_inputs: inputs with loaded values that are used: only the arrays of these are sent.
         channels: all of these streams and, if anything is checked, the failure flag.
         checks: whether anything is checked.
-        held: storages of variables on the device, and the variables: a variable itself, or the shard that the program
-            uses in its place. Unused variables are not held.
+        resident: storages of variables on the device, and the variables: a variable itself, or the shard that is used
+            in its place. Unused variables are absent.
         variables: variables that it uses.
         changed, read: storages of changed variables, and of variables only read.
         changing, constant: arrays of these; an array that changes may include variables that are only read.
@@ -71,17 +71,17 @@ class Layout:
         stored_to: the remote buffers that it changes.
         counts: number of transfers of each stream in one run.
         prints: whether it prints from the device.
-        wide: whether it uses 64-bit numbers.
+        uses_x64: whether it uses 64-bit numbers.
         calls: form of called graphs: see the option `calledGraphs`.
-        rolling: loops of rerolled calls, if there are any.
-        terms: compile options of ops, by IPU if IPUs are separate devices; else by 0, which represents all.
+        rerolling: loops of rerolled calls, if there are any.
+        options: compile options of ops, by IPU if IPUs are separate devices; else by 0, which represents all.
     """
 
     def __init__(
         self,
         ir: Ir,
         destination: Destination,
-        held: Mapping[Tensor, Variable],
+        resident: Mapping[Tensor, Variable],
         changed: Sequence[Tensor],
         decision: Decision,
     ) -> None:
@@ -94,36 +94,36 @@ class Layout:
         self.inputs = tuple(s for s in self.channels if isinstance(s, HostToDeviceStream))
         self.outputs = tuple(s for s in self.channels if isinstance(s, DeviceToHostStream))
         unread = unread_streams(main)
-        self.fed = tuple(s for s in self.inputs if s not in unread)
-        self._usual_room = ir.num_host_transfers
-        self.room = {s: s.num_host_transfers for s in (*self.inputs, *self.outputs)}
+        self.used_inputs = tuple(s for s in self.inputs if s not in unread)
+        self._default_capacity = ir.num_host_transfers
+        self.capacity = {s: s.num_host_transfers for s in (*self.inputs, *self.outputs)}
         self.checks = FAILURE in self.channels
-        self.held, self.changed = held, tuple(changed)
-        self.variables = tuple(held.values())
+        self.resident, self.changed = resident, tuple(changed)
+        self.variables = tuple(resident.values())
         written = frozenset(changed)
-        self.read = tuple(t for t in held if t not in written)
+        self.read = tuple(t for t in resident if t not in written)
         self.in_buffers = {b: remote.variables_in(b, main.variables) for b in self.buffers}
         self.stored_to = remote.stored_to(main)
         self.prints = prints(main)
         self.counts = transfers_of(main)
         ops = (op for graph in reachable(main) for op in graph.ops)
-        self.wide = any(t.dtype.is_wide for op in ops for t in (*op.inputs, *op.outputs))
-        self.calls, places, self.rolling = decision.calls, decision.places, decision.rolling
+        self.uses_x64 = any(t.dtype.is_wide for op in ops for t in (*op.inputs, *op.outputs))
+        self.calls, places, self.rerolling = decision.calls, decision.places, decision.rerolling
         self._choice = decision.choice if self.calls == "dispatched" else None
-        packed = () if self.rolling is None else self.rolling.together
+        packed = () if self.rerolling is None else self.rerolling.packed
         self.changing = blocks_of(self.changed, packed)
         changing = {t for block in self.changing for t in block.tensors}
         self.constant = blocks_of((t for t in self.read if t not in changing), packed)
         ipus = (0,) if places is None else places.ipus
         destinations = [destination] if places is None else [destination.of_ipu(i, len(ipus)) for i in range(len(ipus))]
-        self.terms: Mapping[int, CompileOptions] = {
-            ipu: CompileOptions(each, self.options, self.wide) for ipu, each in zip(ipus, destinations, strict=True)
+        self.compile_options: Mapping[int, CompileOptions] = {
+            ipu: CompileOptions(each, self.options, self.uses_x64) for ipu, each in zip(ipus, destinations, strict=True)
         }
-        self.stages = stages_of(self.terms)
-        self.replicas = self.terms[ipus[0] if self.stages is None else self.stages.own].replicas
+        self.stages = stages_of(self.compile_options)
+        self.replicas = self.compile_options[ipus[0] if self.stages is None else self.stages.own].replicas
         self.divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
         # A plan knows only one kind of arrays.
-        alike = {t for t in self.read if t is self.held[t] and t.replica_grouping.num_groups == 1}
+        alike = {t for t in self.read if t is self.resident[t] and t.replica_grouping.num_groups == 1}
         alone = [b for b in self.constant if alike.issuperset(b.tensors) and self.calls != "dispatched"]
         self.shared = frozenset(t for block in alone if self.replicas.count > 1 for t in block.tensors)
 
@@ -132,13 +132,13 @@ class Layout:
     @property
     def devices_meet(self) -> bool:
         """Whether devices synchronize during a run."""
-        return any(devices_meet(self.main.ops, terms.replicas) for terms in self.terms.values())
+        return any(devices_meet(self.main.ops, options.replicas) for options in self.compile_options.values())
 
     @cached_property
     def _planned(self) -> tuple[Mapping[Any, int], list[PlanBuilder]]:
         """Plan locations of variables, streams and buffers; plus spare steps for the first plan."""
         steps = self._new_steps()
-        return steps.starts | steps.homes(), [steps]
+        return steps.initial_ipus | steps.homes(), [steps]
 
     def _new_steps(self) -> PlanBuilder:
         assert self._choice is not None
@@ -160,61 +160,64 @@ class Layout:
     @property
     def devices(self) -> tuple[jax.Device, ...]:
         """JAX devices used by the program."""
-        used = {device for terms in self.terms.values() for device in terms.replicas.sharding().device_set}
+        used = {
+            device for options in self.compile_options.values() for device in options.replicas.sharding().device_set
+        }
         return tuple(device for device in self.destination.devices if device in used)
 
     @property
     def ipus(self) -> tuple[int, ...]:
         """IPUs that are separate devices; otherwise only 0, representing all IPUs."""
-        return tuple(self.terms)
+        return tuple(self.compile_options)
 
     @property
     def own_ipus(self) -> tuple[int, ...]:
         """IPUs among `ipus` that this process drives."""
-        return tuple(ipu for ipu, terms in self.terms.items() if not terms.destination.is_elsewhere)
+        return tuple(ipu for ipu, options in self.compile_options.items() if not options.destination.is_elsewhere)
 
     def ipu_of(self, thing: Variable | Stream | RemoteBuffer) -> int | None:
         """IPU number of a variable, stream or buffer; `None` unless IPUs are separate devices."""
-        if len(self.terms) == 1:
+        if len(self.compile_options) == 1:
             return None
         return self.homes.get(thing.on_replica if isinstance(thing, Variable) else thing)
 
-    def terms_for(self, thing: Tensor | Channel | None) -> CompileOptions:
+    def compile_options_for(self, thing: Tensor | Channel | None) -> CompileOptions:
         """Compile options at a variable's, stream's or buffer's location."""
-        first = next(iter(self.terms))
-        return self.terms[self.homes.get(thing, first)]
+        first = next(iter(self.compile_options))
+        return self.compile_options[self.homes.get(thing, first)]
 
     def is_elsewhere(self, thing: Tensor | Channel) -> bool:
         """Whether only IPUs of other processes hold a variable, stream or buffer."""
-        return self.stages is not None and self.terms_for(thing).destination.is_elsewhere
+        return self.stages is not None and self.compile_options_for(thing).destination.is_elsewhere
 
     def precision(self) -> AbstractContextManager[Any]:
         """Context enabling 64-bit dtypes in JAX, only for programs using them."""
-        return jax.enable_x64(True) if self.wide else nullcontext()
+        return jax.enable_x64(True) if self.uses_x64 else nullcontext()
 
     @property
     def downloaded(self) -> Set[Variable]:
         """Variables copied to the host by a download: those changed by the program."""
-        return {self.held[t] for t in self.changed} | {v for b in self.stored_to for v in self.in_buffers[b]}
+        return {self.resident[t] for t in self.changed} | {v for b in self.stored_to for v in self.in_buffers[b]}
 
     # Sizes ----------------------------------------------------------------------------------------------------------
 
     def bytes_of_variables(self) -> dict[Variable, tuple[int, bool]]:
         """Variables resident on the device: bytes per device, and whether the program changes them."""
-        copies = {t: 1 if t in self.shared else self.replicas.per_device for t in self.held}
-        return {v: (copies[t] * t.nelms * t.dtype.itemsize, t in self.changed) for t, v in self.held.items()}
+        copies = {t: 1 if t in self.shared else self.replicas.per_device for t in self.resident}
+        return {v: (copies[t] * t.nelms * t.dtype.itemsize, t in self.changed) for t, v in self.resident.items()}
 
     def bytes_of_buffers(self) -> dict[RemoteBuffer, tuple[int, bool]]:
         """Remote buffers used by the program: bytes per device, and whether they reside on the host."""
-        on_host = self.terms_for(None).slots.memory_kind == HOST
+        on_host = self.compile_options_for(None).slots.memory_kind == HOST
         copies = self.replicas.per_device
         return {b: (copies * b.entries * b.slot_nelms * b.tensor_dtype.itemsize, on_host) for b in self.buffers}
 
     def bytes_of_streams(self) -> dict[Stream, int]:
         """Bytes transferred per stream and run to or from one device."""
-        sent = {*self.fed, *self.outputs}
+        sent = {*self.used_inputs, *self.outputs}
         sizes = {
-            s: room * self.replicas.per_device * s.tensor.nelms * s.dtype.itemsize for s, room in self.room.items()
+            s: capacity * self.replicas.per_device * s.tensor.nelms * s.dtype.itemsize
+            for s, capacity in self.capacity.items()
         }
         return {s: size if s in sent else 0 for s, size in sizes.items()}
 
@@ -223,32 +226,32 @@ class Layout:
     @property
     def leading_dimensions(self) -> tuple[int, ...]:
         """Leading dimensions of host arrays, for streams without `num_host_transfers` of their own."""
-        return _several(self._usual_room, self.replicas.local_count)
+        return _several(self._default_capacity, self.replicas.local_count)
 
     def host_shape(self, stream: Stream) -> tuple[int, ...]:
         """Shape of a stream's host array: transfers, then this process's replicas, then stream shape; leading
         dimensions of size 1 are omitted."""
-        return _several(self.room.get(stream, stream.num_host_transfers), self.replicas.local_count) + stream.shape
+        return _several(self.capacity.get(stream, stream.num_host_transfers), self.replicas.local_count) + stream.shape
 
     def shape_of_all(self, stream: Stream) -> tuple[int, ...]:
         """Shape of a stream's host array for replicas of all processes."""
-        return _several(self.room[stream], self.replicas.count) + stream.shape
+        return _several(self.capacity[stream], self.replicas.count) + stream.shape
 
     def axis(self, stream: Stream) -> int:
         """Replica dimension of a stream's host array."""
-        return 1 if self.room[stream] > 1 else 0
+        return 1 if self.capacity[stream] > 1 else 0
 
     def feed_sharding(self, stream: Stream) -> Any:
         """Sharding of JAX arrays fed to a stream, for this process's replicas."""
         if self.divided is not None:
             return SingleDeviceSharding(self.divided.device)
-        return self.terms_for(stream).replicas.sharding(self.axis(stream))
+        return self.compile_options_for(stream).replicas.sharding(self.axis(stream))
 
     # Arrays of the program ------------------------------------------------------------------------------------------
 
     def changing_specs(self) -> tuple[Any, ...]:
         """Abstract arrays of changed variables and remote buffers, for lowering."""
-        slots = self.terms_for(None).slots
+        slots = self.compile_options_for(None).slots
         buffers = (remote.spec(buffer, self.replicas, slots) for buffer in self.buffers)
         return (*map(self._spec, self.changing), *buffers)
 
@@ -272,16 +275,16 @@ class Layout:
             sharding = replicas.sharding(self.axis(s))
             return jax.ShapeDtypeStruct(self.shape_of_all(s), in_transit(s.dtype), sharding=sharding)
 
-        return tuple(spec(s) for s in self.fed if s in channels)
+        return tuple(spec(s) for s in self.used_inputs if s in channels)
 
     def begin(self, feeds: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[tuple[Array, Any], ...]:
         """Initial state of channels: transfer array, and index of the next transfer."""
-        given = dict(zip((c for c in channels if c in self.fed), feeds, strict=True))
+        given = dict(zip((c for c in channels if c in self.used_inputs), feeds, strict=True))
 
         def transfers(channel: Stream | Failure) -> Array:
             if isinstance(channel, Failure):
                 return jnp.asarray(channel.start)
-            shape = (self.room[channel], *channel.shape)
+            shape = (self.capacity[channel], *channel.shape)
             return given[channel].reshape(shape) if channel in given else jnp.zeros(shape, in_transit(channel.dtype))
 
         return tuple((transfers(channel), 0) for channel in channels)
@@ -296,7 +299,7 @@ class Layout:
         """Move the replica dimension of host arrays to the front."""
         if self.replicas.count == 1:
             return tuple(feeds)
-        streams = (s for s in self.fed if s in channels)
+        streams = (s for s in self.used_inputs if s in channels)
         return tuple(jnp.moveaxis(feed, self.axis(s), 0) for s, feed in zip(streams, feeds, strict=True))
 
     def transfers_first(self, fetches: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:

@@ -144,7 +144,7 @@ class Runner:
 
         with self._layout.precision():
             defer_signals(call)
-        if before is not None and before == prepared(self._call) and not self._layout.wide:
+        if before is not None and before == prepared(self._call) and not self._layout.uses_x64:
             (self._quick, _), self._quick_for = before, (*map(type, feeds),)
         return fetched[0]
 
@@ -172,8 +172,8 @@ class Runner:
         return tuple(
             None
             if layout.is_elsewhere(s)
-            else layout.terms_for(s).replicas.assemble_global(feed, layout.shape_of_all(s), layout.axis(s))
-            for s, feed in zip(layout.fed, feeds, strict=True)
+            else layout.compile_options_for(s).replicas.assemble_global(feed, layout.shape_of_all(s), layout.axis(s))
+            for s, feed in zip(layout.used_inputs, feeds, strict=True)
         )
 
     def _local_fetches(self, fetches: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -256,7 +256,12 @@ class Runner:
             return replicas.transfer(np.stack(parts).reshape(like.shape), like.sharding)
 
         own = layout.replicas_first([np.array(feed) for feed in feeds], layout.channels)
-        things: list[PackedVariables | Channel] = [*layout.changing, *layout.buffers, *layout.constant, *layout.fed]
+        things: list[PackedVariables | Channel] = [
+            *layout.changing,
+            *layout.buffers,
+            *layout.constant,
+            *layout.used_inputs,
+        ]
         tell_given_nans(zip(things, [*changing, *held, *own], strict=True))
         changed_shares, fed = (list(map(shares, arrays)) for arrays in (changing, own))
         constant = [shares(array, layout.is_replicated(b)) for b, array in zip(layout.constant, held, strict=True)]

@@ -285,7 +285,7 @@ class VariableStore:
     def _slot_spec(self, slot: Slot) -> tuple[Any, ...]:
         """Shape, dtype and devices of an array, required to match between sharing programs."""
         layout, block = self._layout, self._blocks()[slot]
-        replicas = layout.terms_for(block.tensors[0]).replicas
+        replicas = layout.compile_options_for(block.tensors[0]).replicas
         shape = block.shape if layout.is_replicated(block) else replicas.shape(block.shape)
         # By its devices: meshes of programs with other groups have other dimensions, which makes no difference here.
         return shape, str(np.dtype(block.dtype)), replicas.devices

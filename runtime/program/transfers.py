@@ -35,10 +35,10 @@ HostValue = tuple[Variable, np.ndarray, np.ndarray | None]
 
 def put_variables(layout: Layout, block: PackedVariables, given: Given) -> Array:
     """Create the device array of a block's variables, from host copies or given values."""
-    replicas = layout.terms_for(block.tensors[0]).replicas
+    replicas = layout.compile_options_for(block.tensors[0]).replicas
     if layout.is_elsewhere(block.tensors[0]):
         return replicas.spec(block.shape, block.dtype)
-    variables = [layout.held[t] for t in block.tensors]
+    variables = [layout.resident[t] for t in block.tensors]
     alike = all(_is_alike(layout, t) for t in block.tensors)
     if not alike and not layout.is_replicated(block) and replicas.mesh is not None:
         if any(v in given or v.initial for v in variables):  # each process makes only the rows of its own replicas
@@ -58,11 +58,11 @@ def put_variables(layout: Layout, block: PackedVariables, given: Given) -> Array
 
 def fill_buffer(layout: Layout, buffer: RemoteBuffer, before: Array | None, given: Given) -> Array:
     """Write variables into remote buffer slots; other slots keep their contents from `before`."""
-    terms = layout.terms_for(buffer)
+    options = layout.compile_options_for(buffer)
     if layout.is_elsewhere(buffer):
-        return remote.spec(buffer, terms.replicas, terms.slots)
+        return remote.spec(buffer, options.replicas, options.slots)
     rows = {v: _rows(v, given) for v in layout.in_buffers[buffer]}
-    return remote.fill_buffer(buffer, rows, terms.replicas, terms.slots, before)
+    return remote.fill_buffer(buffer, rows, options.replicas, options.slots, before)
 
 
 def _initial_value(v: Variable, given: Given) -> np.ndarray:
@@ -80,7 +80,7 @@ def _rows(v: Variable, given: Given) -> Callable[[int], np.ndarray]:
 
 def _is_alike(layout: Layout, t: Tensor) -> bool:
     """Whether a variable's initial value is identical on all replicas."""
-    v = layout.held[t]
+    v = layout.resident[t]
     return v.replica_grouping.num_groups == 1 and t is v
 
 
@@ -88,7 +88,7 @@ def _replica_values(layout: Layout, t: Tensor, array: np.ndarray, count: int) ->
     """Initial value of a variable on each replica."""
     if _is_alike(layout, t):
         return np.broadcast_to(array, (count, *t.shape))
-    return shard_layout(layout.held[t]).shards_of(array).reshape(count, *t.shape)
+    return shard_layout(layout.resident[t]).shards_of(array).reshape(count, *t.shape)
 
 
 # To the host ----------------------------------------------------------------------------------------------------------
@@ -106,13 +106,15 @@ def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostV
     for block, value in zip(layout.changing, changing[:count], strict=True):
         if value is None:
             continue
-        replicas = layout.terms_for(block.tensors[0]).replicas
+        replicas = layout.compile_options_for(block.tensors[0]).replicas
         changed = [t for t in block.tensors if t in layout.changed]
-        one_will_do = layout.divided is None and all((v := layout.held[t]) is t and _is_replicated(v) for t in changed)
+        one_will_do = layout.divided is None and all(
+            (v := layout.resident[t]) is t and _is_replicated(v) for t in changed
+        )
         array = replicas.fetched_once(value) if one_will_do else _fetched(layout, block.tensors[0], value)
         rows = array.reshape(replicas.count, len(block.tensors), -1)
         for t in changed:
-            fetched.append(_host_value(layout, layout.held[t], rows[:, block.tensors.index(t)]))
+            fetched.append(_host_value(layout, layout.resident[t], rows[:, block.tensors.index(t)]))
     for (buffer, vs), slots in zip(layout.in_buffers.items(), changing[count:], strict=True):
         if vs and buffer in layout.stored_to:
             rows_of = remote.rows_of_slots(buffer, vs, _fetched(layout, buffer, slots), layout.replicas.count)
@@ -124,8 +126,8 @@ def _fetched(layout: Layout, thing: Tensor | RemoteBuffer, array: Array) -> np.n
     """Copy an array of all replicas to the host. If several processes run the program, each gets it, also of a stage of
     others."""
     if layout.stages is None:
-        return layout.terms_for(thing).replicas.fetched(array)
-    replicas = layout.replicas if layout.is_elsewhere(thing) else layout.terms_for(thing).replicas
+        return layout.compile_options_for(thing).replicas.fetched(array)
+    replicas = layout.replicas if layout.is_elsewhere(thing) else layout.compile_options_for(thing).replicas
     return replicas.fetched(layout.stages.own_copy(array))
 
 
@@ -174,7 +176,7 @@ def fetch_local(
         return None
     first = layout.divided.own_replicas[0]
     blocks = zip(layout.changing, changing, strict=False)
-    changed = {layout.held[t]: (t, block, array) for block, array in blocks for t in block.tensors}
+    changed = {layout.resident[t]: (t, block, array) for block, array in blocks for t in block.tensors}
     buffers = zip(layout.in_buffers.items(), changing[len(layout.changing) :], strict=True)
     stored = {v: (buffer, array) for (buffer, vs), array in buffers if buffer in layout.stored_to for v in vs}
     elsewhere = {v for v, (t, *_) in changed.items() if v is not t or not _is_replicated(v)}
@@ -185,14 +187,14 @@ def fetch_local(
     def value(v: Variable) -> np.ndarray:
         if v in stored:
             buffer, array = stored[v]
-            replicas = layout.terms_for(buffer).replicas
+            replicas = layout.compile_options_for(buffer).replicas
             assert isinstance(replicas, DividedReplicas)
             slots = replicas.fetched_here(array, {first})[first]
             return to_host(remote.rows_of_slots(buffer, [v], slots)[v][0], v.dtype).reshape(v.shape)
         if v not in changed:
             return v.data
         t, block, array = changed[v]
-        rows = layout.terms_for(t).replicas.fetched_once(array)[0].reshape(len(block.tensors), *v.shape)
+        rows = layout.compile_options_for(t).replicas.fetched_once(array)[0].reshape(len(block.tensors), *v.shape)
         return to_host(rows[block.tensors.index(t)], v.dtype)
 
     return {v: value(v) for v in variables}
@@ -218,10 +220,10 @@ def saved_parts(
         if layout.is_elsewhere(v.on_replica if v.piece is not None or buffer is None else buffer):
             parts[v] = []
             continue
-        held = shard_layout(v)
-        wanted = [*(held.without_room if own[0] == 0 else ())]
+        shards = shard_layout(v)
+        wanted = [*(shards.without_room if own[0] == 0 else ())]
         if v not in parts:
-            wanted += [each for replica, each in held.first_holders.items() if replica in own]
+            wanted += [each for replica, each in shards.first_holders.items() if replica in own]
         parts.setdefault(v, []).extend((start, _host_elements(v, start, stop)) for start, stop in wanted)
     return parts
 
@@ -235,7 +237,7 @@ def _parts_on_devices(
     parts: dict[Variable, list[Part]] = {}
 
     def fetched(array: Array, thing: Tensor | RemoteBuffer, vs: Iterable[Variable]) -> dict[int, np.ndarray]:
-        replicas = layout.terms_for(thing).replicas
+        replicas = layout.compile_options_for(thing).replicas
         assert isinstance(replicas, DividedReplicas)
         return replicas.fetched_here(array, own & set(chain(*(firsts[v] for v in vs))))
 
@@ -246,14 +248,14 @@ def _parts_on_devices(
                 parts[v].append((start, to_host(row[: stop - start], v.dtype)))
 
     for block, array in zip(layout.changing, changing, strict=False):
-        held = {layout.held[t]: k for k, t in enumerate(block.tensors) if t in layout.changed}
+        index = {layout.resident[t]: k for k, t in enumerate(block.tensors) if t in layout.changed}
         if layout.is_elsewhere(block.tensors[0]):
             continue
-        if vs := variables & held.keys():
+        if vs := variables & index.keys():
             parts |= {v: [] for v in vs}
             for replica, values in fetched(array, block.tensors[0], vs).items():
                 rows = values.reshape(len(block.tensors), -1)
-                add_replica(replica, {v: rows[held[v]] for v in vs})
+                add_replica(replica, {v: rows[index[v]] for v in vs})
     for (buffer, inside), array in zip(layout.in_buffers.items(), changing[count:], strict=True):
         if layout.is_elsewhere(buffer):
             continue

@@ -127,6 +127,7 @@ def test_stages_over_hosts(axes: tuple[str, ...], over: str) -> None:
     assert [axis.over for axis in cost.axes] == [over]
     assert cost.collectives[COPY].bytes == 4 * 256 * 256 and not session.communication().differences
     hosts = [
-        [device.process_index for device in terms.replicas.devices] for terms in session.program.layout.terms.values()
+        [device.process_index for device in terms.replicas.devices]
+        for terms in session.program.layout.compile_options.values()
     ]
     assert hosts == ([[0, 0], [1, 1]] if axes[0] == "stage" else [[0, 1], [0, 1]])

@@ -35,8 +35,8 @@ def is_placed(session: popxl.Session) -> bool:
 def places(session: popxl.Session) -> dict[str, list[int]]:
     """The numbers of the CPU devices that variables and remote buffers are on, by name."""
     layout, state = session.program.layout, session.store
-    names = [layout.held[t].name for t in layout.changed] + ["buffer" for _ in layout.buffers]
-    names += [layout.held[t].name for t in layout.read]
+    names = [layout.resident[t].name for t in layout.changed] + ["buffer" for _ in layout.buffers]
+    names += [layout.resident[t].name for t in layout.read]
     arrays = (*state.present(), *state.constant)
     return {name: sorted(d.id for d in array.devices()) for name, array in zip(names, arrays, strict=True)}
 
@@ -487,7 +487,7 @@ def test_a_graph_runs_where_it_is_called() -> None:
     with ir.main_graph:
         one_graph_on_two()
     plan = session_of(ir, "several").program.executable
-    assert [piece.place for piece in plan.segments] == [0, 0, 0, 1, 1, 1]
+    assert [piece.ipu for piece in plan.segments] == [0, 0, 0, 1, 1, 1]
 
 
 def work(elements: int) -> popxl.Ir:
@@ -507,7 +507,7 @@ def test_the_host_takes_a_branch(replicas: int) -> None:
     ir = popxl.Ir(replicas)
     with ir.main_graph:
         a_conditional_on_two()
-    names = [piece.name for piece in session_of(ir, "several").program.executable.segments if piece.place == 1]
+    names = [piece.name for piece in session_of(ir, "several").program.executable.segments if piece.ipu == 1]
     assert any("Sin" in name for name in names) == (replicas == 1)
 
 
@@ -516,9 +516,9 @@ def test_stacks_are_where_they_are_made() -> None:
     with ir.main_graph:
         gradients_of_a_loop()
     plan = session_of(ir, "several").program.executable
-    found = [(piece.place, piece.name) for piece in plan.segments if piece.name in ("Init", "StackTurn")]
+    found = [(piece.ipu, piece.name) for piece in plan.segments if piece.name in ("Init", "StackTurn")]
     assert found == [(1, "Init"), (0, "Init"), (1, "StackTurn"), (0, "StackTurn")]
-    assert [(p.place, p.name) for p in plan.segments if "Gather" in p.name] == [(1, "Gather"), (0, "Gather")]
+    assert [(p.ipu, p.name) for p in plan.segments if "Gather" in p.name] == [(1, "Gather"), (0, "Gather")]
     for step, _ in plan.steps.all_steps():
         assert not any(result.shape == (3, *X.shape) for way in getattr(step, "ways", ()) for result, _ in way.returns)
 

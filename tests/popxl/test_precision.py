@@ -88,7 +88,7 @@ def test_pieces_of_other_levels_are_not_shared(ir):
     keys = set()
     for level in ("highest", "high"):
         ir.options.precision = level
-        keys.add(layout_for(ir, "cpu").terms[0].key())
+        keys.add(layout_for(ir, "cpu").compile_options[0].key())
     assert len(keys) == 2
 
 

@@ -224,7 +224,7 @@ def _comparing(results: list[Found]) -> Iterator[None]:
 
     def best(ir: Ir, device: Device) -> CompiledProgram:
         layout = layout_for(ir, device)
-        rolling = layout_for(ir, device, "batched").rolling
+        rolling = layout_for(ir, device, "batched").rerolling
         loops = "batched" if rolling is not None and rolling.has_batches else "rolled"
         both = ("inlined", loops) if rolling is not None and rolling.loops else ("inlined",)
         made = {way: compile_program(ir, device, Precompiled(way)) for way in both}

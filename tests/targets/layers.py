@@ -82,7 +82,7 @@ class Program(NamedTuple):
 def of_session(session: popxl.Session) -> Program:
     """A program of ours."""
     cost, program = session.cost(), session.program
-    rolling = program.layout.rolling
+    rolling = program.layout.rerolling
     loops = () if rolling is None else rolling.loops
     made = (each for loop in loops for each in loop.outputs if not each.is_last_only)
     kept = sum(len(each.rows) * each.name.nelms * each.name.dtype.itemsize for each in made)

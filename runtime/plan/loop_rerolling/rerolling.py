@@ -40,7 +40,7 @@ class Rerolling(ProgramOrder):
             instead of in the iterations. They move fewer bytes, but all gradients are live at once.
 
     Attributes:
-        together: variables packed into one array each, for successive iterations of a loop.
+        packed: variables packed into one array each, for successive iterations of a loop.
         same: tensors of inlined graphs by their equivalents in the calling graph, and vice versa.
     """
 
@@ -74,7 +74,7 @@ class Rerolling(ProgramOrder):
                 break
             for loop, reason in walk.refused.items():
                 self._write_out(loop, reason)
-        self.together = tuple(walk.packed_variables())
+        self.packed = tuple(walk.packed_variables())
         self.gathered = walk.gathered()
 
     def schedule(self, graph: Graph) -> Sequence[Item]:

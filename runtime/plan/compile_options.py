@@ -17,12 +17,12 @@ class CompileOptions:
 
     Attributes:
         destination: compile target.
-        options: options of the Ir.
+        session_options: options of the Ir.
         x64: whether 64-bit types are kept.
     """
 
     destination: Destination
-    options: SessionOptions
+    session_options: SessionOptions
     x64: bool
 
     @cached_property
@@ -33,7 +33,7 @@ class CompileOptions:
     @cached_property
     def slots(self) -> Any:
         """Sharding of remote buffer arrays: device memory or host memory."""
-        where = self.options.remoteBuffers
+        where = self.session_options.remoteBuffers
         is_beside = where == "device" or (where == "auto" and self.destination.platform == "cpu")
         return self.replicas.sharding() if is_beside else self.destination.on_host
 
@@ -45,7 +45,7 @@ class CompileOptions:
     def key(self) -> tuple[Any, ...]:
         """Key of options that affect compilation."""
         replicas = (self.replicas.count, self.replicas.sharding())
-        options = self.options
+        options = self.session_options
         said = (options.throwIfLog2ScaleTensorNotInRange, options.precision, options.enableStochasticRounding)
         return (*replicas, self.slots, *said, self.inlines, self.x64)
 
@@ -53,5 +53,5 @@ class CompileOptions:
     def inlines(self) -> bool:
         """Whether calls within a segment are inlined: XLA for GPUs fuses nothing inside kept calls, XLA for TPUs keeps
         no calls."""
-        asked = self.options.calledGraphs
+        asked = self.session_options.calledGraphs
         return asked == "inlined" or (asked != "kept" and self.destination.platform != "cpu")

@@ -65,38 +65,40 @@ class PlannedGradients:
         if self.is_whole:
             self.calls[model] = 1
         self.names = _names(self.calls)
-        self._made_last = _made_last(model)
-        self._stated: dict[popxl.Graph, GraphPlan] = {}
-        self._found: dict[popxl.Graph, GraphPlan] = {}
-        self._given: set[popxl.Graph] = set()
-        self._infos: dict[popxl.Graph, GradGraphInfo] = {}
+        self._tail = _tail_of(model)
+        # By planned graph: its plan in `memory`, the plan as applied, and its gradient before that.
+        self._requested_plans: dict[popxl.Graph, GraphPlan] = {}
+        self._applied_plans: dict[popxl.Graph, GraphPlan] = {}
+        self._gradients: dict[popxl.Graph, GradGraphInfo] = {}
+        self._handwritten: set[popxl.Graph] = set()  # graphs whose gradients were not derived
         if isinstance(memory, MemoryPlan):
-            self._divide(memory)
-        self._asked = asked_memory()
-        if self._asked is not None:
-            self._asked.applied.append(self)
+            self._divide_calls(memory)
+        self._budget_request = asked_memory()
+        if self._budget_request is not None:
+            self._budget_request.applied.append(self)
 
     @property
     def plan(self) -> MemoryPlan:
         """The plan that was applied."""
-        return MemoryPlan(graphs=tuple(self._found[graph] for graph in self.names if graph in self._found))
+        applied = (self._applied_plans.get(graph) for graph in self.names)
+        return MemoryPlan(graphs=tuple(plan for plan in applied if plan is not None))
 
     @property
     def needs(self) -> tuple[GraphNeeds, ...]:
         """What the planned graphs need in memory and time: what a plan within a budget is computed from."""
-        held = 1 if self._asked is None else self._asked.held.get(self.model, 1)
+        held = 1 if self._budget_request is None else self._budget_request.held.get(self.model, 1)
         return tuple(
-            graph_needs(self._infos[graph], self.names[graph], self.model, held, self.is_whole)
+            graph_needs(self._gradients[graph], self.names[graph], self.model, held, self.is_whole)
             for graph in self.names
-            if graph in self._infos
+            if graph in self._gradients
         )
 
     def plan_with(self, treatments: Treatments) -> MemoryPlan:
         """Plan for the same model with new treatments for groups of calls."""
         graphs = []
         for graph, name in self.names.items():
-            if graph in self._infos:
-                known = candidates(self._infos[graph])
+            if graph in self._gradients:
+                known = candidates(self._gradients[graph])
                 for group in treatments[name]:
                     lines = tuple(
                         _line(each, "recompute" if each.is_gathered else group.treatments[each.path]) for each in known
@@ -110,17 +112,17 @@ class PlannedGradients:
         known = candidates(info)
         share_out_before_calls(info.graph)
         if graph not in self.names:
-            kept = [each.tensor for each in known if self._keeps("everything", each)]
-            return info if len(kept) == len(known) else self._planned(info, kept)
-        self._infos[graph] = info
+            kept = [each.tensor for each in known if self._is_kept("everything", each)]
+            return info if len(kept) == len(known) else self._recomputing(info, kept)
+        self._gradients[graph] = info
         treatments = self._treatments(graph, known)
         by_treatment: dict[Treatment, list[popxl.Tensor]] = {each: [] for each in get_args(Treatment)}
         for each in known:
             by_treatment[treatments[each.path]].append(each.tensor)
         read = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
-        _, taken = ops_again(info, {*by_treatment["keep"], *by_treatment["offload"]})
-        shown = read | {*taken}
-        self._found[graph] = GraphPlan(
+        _, recomputed = ops_again(info, {*by_treatment["keep"], *by_treatment["offload"]})
+        shown = read | {*recomputed}
+        self._applied_plans[graph] = GraphPlan(
             graph=self.names[graph],
             calls=self.calls[graph],
             activations=tuple(_line(each, treatments[each.path]) for each in known if each.tensor in shown),
@@ -131,12 +133,13 @@ class PlannedGradients:
             if each.tensor in read
         ):
             return info
-        return self._planned(info, by_treatment["keep"], by_treatment["offload"])
+        return self._recomputing(info, by_treatment["keep"], by_treatment["offload"])
 
-    def _planned(
+    def _recomputing(
         self, info: GradGraphInfo, keep: Sequence[popxl.Tensor], offload: Sequence[popxl.Tensor] = ()
     ) -> GradGraphInfo:
-        if info.forward_graph not in self._given:
+        """A gradient that recomputes activations, except for those that are kept or offloaded."""
+        if info.forward_graph not in self._handwritten:
             apply_patterns([info.graph])
         planned, _ = recompute_activations(info, keep, offload, as_read=self.is_whole)
         return planned
@@ -147,19 +150,19 @@ class PlannedGradients:
         found = {}
         for graph, name in self.names.items():
             if (info := given.get(first[name])) is not None:
-                self._given.add(graph)
+                self._handwritten.add(graph)
                 found[graph] = self(info if graph is first[name] else remap_grad_info(info, graph, info.graph))
         return found
 
-    def _keeps(self, policy: MemoryPolicy, activation: Activation) -> bool:
+    def _is_kept(self, policy: MemoryPolicy, activation: Activation) -> bool:
         """Whether a policy keeps an activation: "everything" includes weights that the model gathers last."""
-        is_last = policy == "everything" and activation.tensor in self._made_last
+        is_last = policy == "everything" and activation.tensor in self._tail
         return is_last or is_kept_by_policy(policy, activation)
 
     def _treatments(self, graph: popxl.Graph, activations: list[Activation]) -> dict[str, Treatment]:
         if not isinstance(self.memory, MemoryPlan):
-            return {each.path: "keep" if self._keeps(self.memory, each) else "recompute" for each in activations}
-        planned = self._stated.get(graph)
+            return {each.path: "keep" if self._is_kept(self.memory, each) else "recompute" for each in activations}
+        planned = self._requested_plans.get(graph)
         if planned is None:  # no gradient flowed through the graph where the plan was made
             return {each.path: "keep" for each in activations}
         known = [each.path for each in activations]
@@ -171,7 +174,7 @@ class PlannedGradients:
         stated: dict[str, Treatment] = {names[each.path]: each.treatment for each in planned.activations}
         return {path: stated.get(path, "recompute") for path in known}
 
-    def _divide(self, plan: MemoryPlan) -> None:
+    def _divide_calls(self, plan: MemoryPlan) -> None:
         """Create one graph for each group of calls in the plan."""
         stated: dict[str, list[GraphPlan]] = {}
         for each in plan.graphs:
@@ -191,11 +194,11 @@ class PlannedGradients:
                 for part, count in zip(graphs, counts, strict=True):
                     self.calls[part] = count
             names.update(dict.fromkeys(graphs, name))
-            self._stated.update(zip(graphs, groups, strict=False))
+            self._requested_plans.update(zip(graphs, groups, strict=False))
         self.names = names
 
 
-def _made_last(model: popxl.Graph) -> set[popxl.Tensor]:
+def _tail_of(model: popxl.Graph) -> set[popxl.Tensor]:
     """What a model computes after its last call of a graph that gathers weights."""
     found: set[popxl.Tensor] = set()
     for op in reversed(model.ops):

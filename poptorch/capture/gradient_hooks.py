@@ -27,10 +27,10 @@ def hooks_of(module: torch.nn.Module | None, state: Mapping[str, torch.Tensor]) 
 
 
 @contextmanager
-def noting_hooks(tracer: Tracer) -> Iterator[None]:
+def recording_hooks(tracer: Tracer) -> Iterator[None]:
     """Record hooks set within a block on autograd graph nodes, and hooks that change saved tensors.
 
-    The tracer itself hears of hooks on tensors.
+    The tracer itself records hooks on tensors.
     """
     function: Any = torch.autograd.Function
     private: Any = torch._C._autograd
@@ -41,17 +41,17 @@ def noting_hooks(tracer: Tracer) -> Iterator[None]:
     own = threading.get_ident()
 
     def record_hook(what: str) -> None:
-        if threading.get_ident() == own:  # another one may do something else
+        if threading.get_ident() == own:  # hooks of other threads are not of this model
             tracer.hooks.append(f"{what} of `forward` ({tracer.recorder.source()})")
 
-    def noting_register(hooks: Any, hook: Any) -> Any:
+    def record_and_register(hooks: Any, hook: Any) -> Any:
         record_hook("A `grad_fn`")
         return register(hooks, hook)
 
-    def noting_push(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    def record_and_push(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
         known: set[tuple[torch.Size, torch.dtype]] = set()
 
-        def noting_pack(t: torch.Tensor) -> Any:
+        def record_and_pack(t: torch.Tensor) -> Any:
             if (t.shape, t.dtype) not in known:
                 known.add((t.shape, t.dtype))
                 with tracer.suspended(), without_modes(), torch.no_grad():
@@ -60,15 +60,15 @@ def noting_hooks(tracer: Tracer) -> Iterator[None]:
             return pack(t)
 
         is_torchs = getattr(pack, "__module__", "") in ("torch.autograd.graph", "torch.utils.checkpoint")
-        push(pack if is_torchs or threading.get_ident() != own else noting_pack, unpack)
+        push(pack if is_torchs or threading.get_ident() != own else record_and_pack, unpack)
 
-    def noting_register_saved(saved_tensor: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    def record_and_register_saved(saved_tensor: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
         record_hook("A tensor that PyTorch saves for gradients")
         register_saved(saved_tensor, pack, unpack)
 
-    function._register_hook = staticmethod(noting_register)
-    private._push_saved_tensors_default_hooks = noting_push
-    saved.register_hooks = noting_register_saved
+    function._register_hook = staticmethod(record_and_register)
+    private._push_saved_tensors_default_hooks = record_and_push
+    saved.register_hooks = record_and_register_saved
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from poptorch.capture.checkpoints import checkpoints_in_regions
 from poptorch.capture.counters import Tape, noted_by_functions
 from poptorch.capture.derivatives import derive, deriving
 from poptorch.capture.devices import named_as_cpus
-from poptorch.capture.gradient_hooks import hooks_of, noting_hooks
+from poptorch.capture.gradient_hooks import hooks_of, recording_hooks
 from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.host_state import HostState
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
@@ -194,7 +194,7 @@ def _capture(
             stack.enter_context(change())
         applications = stack.enter_context(deriving(tracer)) if derives else []
         if derives:
-            stack.enter_context(noting_hooks(tracer))
+            stack.enter_context(recording_hooks(tracer))
         stack.enter_context(tracer.listening())
         if tape is not None and module is not None:
             stack.enter_context(noted_by_functions(on_host.namespaces))

@@ -28,8 +28,7 @@ def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
     The first step that runs makes the initial state, from the variables' values at that time; until then, the state is
     zeros. State of a sharded variable is sharded too. A transformation that needs a whole variable or all of them, such
     as clipping by norm, gets shards and parts only, and a `popxl.errors.ShardedUpdateWarning` says so: use `clip_norm`
-    here. A program with it is saved and loaded by those who have made the same optimiser
-    before.
+    here. A process that saves or loads a program with such steps has to create the same optimizer first.
 
     Random keys of the state are kept as their numbers. A line search evaluates the loss again, which no step here can:
     it is refused, and so is whatever else needs more than gradients, variables and the loss.
@@ -59,10 +58,10 @@ def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
         raise TypeError(
             f"from_optax: `transformation` is {transformation!r}; expected a GradientTransformation of Optax."
         )
-    return partial(_by_optax, transformation)
+    return partial(_optax_step, transformation)
 
 
-def _by_optax(
+def _optax_step(
     transformation: Any,
     variables: Tensors,
     gradients: Tensors,
@@ -76,9 +75,11 @@ def _by_optax(
     with popxl.in_sequence():
         step = Step("from_optax", variables, gradients, 0.0, clip_norm, loss_scaling)
         trained = {each.name: each for each in step.trained}
-        wholes = {name: jax.ShapeDtypeStruct(t.whole_shape, t.tensor.dtype.as_jax()) for name, t in trained.items()}
-        steps = _OptaxSteps(transformation, tuple(trained), wholes, tuple(v.spec for v in values))
-        _warn_of_parts(step.trained, steps, wholes)
+        whole_specs = {
+            name: jax.ShapeDtypeStruct(t.whole_shape, t.tensor.dtype.as_jax()) for name, t in trained.items()
+        }
+        steps = _OptaxSteps(transformation, tuple(trained), whole_specs, tuple(v.spec for v in values))
+        _warn_of_parts(step.trained, steps, whole_specs)
         state = []
         for i, (leaf, name) in enumerate(zip(steps.leaves, steps.owners, strict=True)):
             dtype = popxl.dtype.as_dtype(leaf.dtype)
@@ -94,10 +95,10 @@ def _by_optax(
         return step.named_state
 
 
-def _warn_of_parts(trained: Iterable[Trained], steps: _OptaxSteps, wholes: Mapping[str, Any]) -> None:
+def _warn_of_parts(trained: Iterable[Trained], steps: _OptaxSteps, whole_specs: Mapping[str, Any]) -> None:
     """Warn about updates combining elements that replicas hold in parts."""
     divided = [each.name for each in trained if each.tensor.meta_shape or each.grouping.num_groups > 1]
-    if divided and (combined_by := combining(steps.update, wholes, steps.first, wholes, *steps.values)):
+    if divided and (combined_by := combining(steps.update, whole_specs, steps.first, whole_specs, *steps.values)):
         warn_at(
             SourceLocation.of(user_frame()),
             f"from_optax: the transformation combines elements of arrays ({', '.join(combined_by)}), and each replica "
@@ -114,7 +115,7 @@ class _OptaxSteps:
     Args:
         transformation: the transformation.
         names: names of the variables.
-        wholes: the shapes and dtypes of the variables, by name.
+        whole_specs: the shapes and dtypes of the variables, by name.
         values: spec of the loss, if it is given.
 
     Attributes:
@@ -130,7 +131,7 @@ class _OptaxSteps:
         self,
         transformation: Any,
         names: tuple[str, ...],
-        wholes: Mapping[str, jax.ShapeDtypeStruct],
+        whole_specs: Mapping[str, jax.ShapeDtypeStruct],
         values: tuple[popxl.TensorSpec, ...],
     ) -> None:
         if values:
@@ -140,14 +141,14 @@ class _OptaxSteps:
         self._transformation, self._names = transformation, names
         self.values = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in values]
         try:
-            self.first = jax.eval_shape(transformation.init, dict(wholes))
-            updates, after = jax.eval_shape(self.update, dict(wholes), self.first, dict(wholes), *self.values)
+            self.first = jax.eval_shape(transformation.init, dict(whole_specs))
+            updates, after = jax.eval_shape(self.update, dict(whole_specs), self.first, dict(whole_specs), *self.values)
         except (TypeError, ValueError, AttributeError, LookupError) as problem:  # any error of its functions
             given, remedy = (" and `value`", "") if values else ("", " If it looks at the loss, give it: `value=loss`.")
             raise PopxlError(
                 f"from_optax: this transformation cannot make a step: {str(problem).rstrip('.')}. It is given "
-                f"gradients, its state and the variables {[*wholes]} by name{given}. What evaluates the loss again, as "
-                f"a line search does, cannot be a step of a program.{remedy}"
+                f"gradients, its state and the variables {[*whole_specs]} by name{given}. What evaluates the loss "
+                f"again, as a line search does, cannot be a step of a program.{remedy}"
             ) from problem
         numbers = jax.eval_shape(partial(jax.tree.map, _key_data), self.first)
         self._tree: Any = jax.tree.structure(numbers)
@@ -158,7 +159,7 @@ class _OptaxSteps:
                 "from_optax: the state of this transformation has another form after a step, so that no program can "
                 f"repeat it: {self._tree} becomes {made}."
             )
-        if odd := [name for name in names if updates[name].size != math.prod(wholes[name].shape)]:
+        if odd := [name for name in names if updates[name].size != math.prod(whole_specs[name].shape)]:
             raise PopxlError(f"from_optax: the updates of {odd} have other shapes than the variables.")
         self.leaves = [leaf for _, leaf in paths]
         self.owners = [_last_of(names, path) for path, _ in paths]
@@ -180,8 +181,8 @@ class _OptaxSteps:
             weights, kept, gradients = arrays[:count], arrays[count:changed], arrays[changed:given]
             value, (number, scale, *made) = arrays[given : given + len(self.values)], arrays[given + len(self.values) :]
             params = dict(zip(names, weights, strict=True))
-            begun = zip(jax.tree.leaves(self._transformation.init(params)), kept, strict=True)
-            state = jax.tree.unflatten(self._tree, [_initial_leaf(number == 1, *each) for each in begun])
+            initial = zip(jax.tree.leaves(self._transformation.init(params)), kept, strict=True)
+            state = jax.tree.unflatten(self._tree, [_initial_leaf(number == 1, *each) for each in initial])
             scaled = (g.astype(jnp.promote_types(g.dtype, jnp.float32)) * scale for g in gradients)
             grads = {name: g.astype(w.dtype) for (name, w), g in zip(params.items(), scaled, strict=True)}
             updates, new_state = self.update(grads, state, params, *value)

@@ -37,8 +37,8 @@ def repeat_graph(graph: popxl.Graph, repeat_count: int) -> popxl.Graph:
         >>> with ir.main_graph as main:
         ...     count = popxl.variable(0, name="count")
         ...     count += 1
-        >>> turn = repeat_graph(main, 5)
-        >>> [op.op_type for op in main.ops], [op.op_type for op in turn.ops]
+        >>> body = repeat_graph(main, 5)
+        >>> [op.op_type for op in main.ops], [op.op_type for op in body.ops]
         (['Loop'], ['AddLhsInplace'])
         >>> ir.num_host_transfers = 5
     """
@@ -49,31 +49,31 @@ def repeat_graph(graph: popxl.Graph, repeat_count: int) -> popxl.Graph:
     moving = [op for op in graph.ops if op.execution_context is popxl.ExecutionContext.Normal]
     computed = {t for op in moving for t in op.outputs}
     carried = dict.fromkeys(t for t in outputs if t in computed)
-    turn = ir.create_empty_graph("repeat_graph")
+    body = ir.create_empty_graph("repeat_graph")
     for t in carried:  # a loop returns its carried values, so it carries its results
-        turn.add_input_like(t)
+        body.add_input_like(t)
     outer: dict[Tensor, Tensor] = {}
 
     def input_for(t: Tensor) -> Tensor:
         if t not in outer:
-            outer[t] = turn.add_input_like(t, by_ref=True)
+            outer[t] = body.add_input_like(t, by_ref=True)
         return outer[t]
 
     read = dict.fromkeys(t for op in moving for t in op.inputs if t not in computed)
-    given = {t: stand_in(t, (), turn, input_for) for t in read}
+    given = {t: stand_in(t, (), body, input_for) for t in read}
     graph.trim_outputs(0)
     try:
-        graph.move(moving, turn, given)
+        graph.move(moving, body, given)
     except BaseException:
         for t in outputs:
             graph.add_output(t, extend_calls=False)
-        ir.remove_graph(turn)
+        ir.remove_graph(body)
         raise
     for t in carried:
-        turn.add_output(t)
+        body.add_output(t)
     with graph:
         initial = [ops.init(**t.spec) for t in carried]
-        results = dict(zip(carried, ops.repeat(turn, repeat_count, *initial, *outer), strict=True))
+        results = dict(zip(carried, ops.repeat(body, repeat_count, *initial, *outer), strict=True))
     for t in outputs:
         graph.add_output(results.get(t, t), extend_calls=False)
-    return turn
+    return body

@@ -47,31 +47,31 @@ def axes_of(
     dimensions = dimensions_of(program.layout.main.ir)
     shape = [dimension.size for dimension in dimensions]
     places = places_of(figures, replicas.devices)
-    sent, taken = defaultdict[tuple[int, ...], int](int), defaultdict[tuple[int, ...], float](float)
+    sent, seconds = defaultdict[tuple[int, ...], int](int), defaultdict[tuple[int, ...], float](float)
     for each in collectives:
-        along = _along(each, shape)
-        sent[along] += each.runs * each.bytes
-        taken[along] += each.runs * price(each).seconds
+        axes = _varying_dimensions(each, shape)
+        sent[axes] += each.runs * each.bytes
+        seconds[axes] += each.runs * price(each).seconds
     numbers = np.arange(math.prod(shape)).reshape(shape)
     found = []
-    for along in dict.fromkeys([*((d,) for d in range(len(shape))), *sorted(sent)]):
-        if not along or len(along) > 1 and not sent[along]:
+    for axes in dict.fromkeys([*((d,) for d in range(len(shape))), *sorted(sent)]):
+        if not axes or len(axes) > 1 and not sent[axes]:
             continue
-        members = numbers[tuple(slice(None) if d in along else 0 for d in range(len(shape)))].flat
+        members = numbers[tuple(slice(None) if d in axes else 0 for d in range(len(shape)))].flat
         spans = spans_of(figures, [places[i] for i in members], places)
         found.append(
             AxisTraffic(
-                name=" × ".join(dimensions[d].name for d in along),
-                size=math.prod(shape[d] for d in along),
+                name=" × ".join(dimensions[d].name for d in axes),
+                size=math.prod(shape[d] for d in axes),
                 over=", ".join(span.link.name for span in spans),
-                bytes=sent[along],
-                seconds=taken[along],
+                bytes=sent[axes],
+                seconds=seconds[axes],
             )
         )
     return tuple(found)
 
 
-def _along(collective: Collective, shape: Sequence[int]) -> tuple[int, ...]:
+def _varying_dimensions(collective: Collective, shape: Sequence[int]) -> tuple[int, ...]:
     """Dimensions in which the members of a group differ."""
     if not collective.groups:
         return tuple(range(len(shape)))

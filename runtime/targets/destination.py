@@ -68,7 +68,7 @@ class DoesNotFit(PopxlError):
     """Program exceeding a device's memory, according to XLA's compiler."""
 
 
-_OTHER_DEVICES = "incompatible devices for jitted computation"
+_OTHER_DEVICES_MESSAGE = "incompatible devices for jitted computation"
 """What JAX 0.10 to 0.12 say of functions that want other devices than their arguments are on."""
 
 
@@ -105,11 +105,11 @@ class Destination:
 
     def of_ipu(self, number: int, ipus: int) -> Destination:
         """Compile target of IPU `number`, if each replica has `ipus` IPUs as separate devices."""
-        found = self._by_process()
-        devices = [device for own in found for device in own[: self.count * ipus // len(found)]]
+        processes = self._by_process()
+        devices = [device for own in processes for device in own[: self.count * ipus // len(processes)]]
         rows = (divmod(replica, self.adjacent) for replica in range(self.count))
         chosen = tuple(devices[(row * ipus + number) * self.adjacent + first] for row, first in rows)
-        return replace(self, devices=chosen, is_part=self.is_here and len(found) > 1)
+        return replace(self, devices=chosen, is_part=self.is_here and len(processes) > 1)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -123,7 +123,7 @@ class Destination:
     def _by_process(self) -> list[list[jax.Device]]:
         if not self.is_here:
             return [list(self.devices)]
-        return [list(found) for _, found in groupby(self.devices, lambda device: device.process_index)]
+        return [list(processes) for _, processes in groupby(self.devices, lambda device: device.process_index)]
 
     @property
     def platform(self) -> str:
@@ -138,12 +138,12 @@ class Destination:
     @cached_property
     def replicas(self) -> Replicas:
         """Replicas across all processes, with their mesh."""
-        found = [list(self.devices)] if self.is_part else self._by_process()
-        devices = [device for own in found for device in own[: self.count // len(found)]]
+        processes = [list(self.devices)] if self.is_part else self._by_process()
+        devices = [device for own in processes for device in own[: self.count // len(processes)]]
         if 1 < self.count <= len(devices):
             devices = laid(devices, self.dimensions)
         is_absent = not self.is_here or self.is_elsewhere
-        is_divided = self.is_part or len(found) > 1
+        is_divided = self.is_part or len(processes) > 1
         kind = DescribedReplicas if is_absent else DividedReplicas if is_divided else Replicas
         return kind(self.count, devices, self.dimensions)
 
@@ -153,20 +153,20 @@ class Destination:
         mesh, spec = self.replicas.mesh, PartitionSpec(self.replicas.axis)
         if mesh is None:  # without one, JAX forgets the memory while it traces
             mesh, spec = Mesh(np.asarray([self.replicas.device]), (AXIS,)), PartitionSpec()
-        found = NamedSharding(mesh, spec, memory_kind=HOST)
+        sharding = NamedSharding(mesh, spec, memory_kind=HOST)
         # JAX drops the kind where devices do not say which memories they have. Compilers of GPUs give such devices.
-        return found if found.memory_kind == HOST else NamedSharding(mesh.abstract_mesh, spec, memory_kind=HOST)
+        return sharding if sharding.memory_kind == HOST else NamedSharding(mesh.abstract_mesh, spec, memory_kind=HOST)
 
     @property
     def compile_options(self) -> Mapping[str, str | bool] | None:
         """XLA compile options for these devices."""
         if self.platform != "cpu":
-            return _AS_ROUNDED if self.platform == "gpu" else None
+            return _EXACT_ROUNDING if self.platform == "gpu" else None
         from runtime.cpu.flags import compile_options  # of no use elsewhere
 
         return compile_options()
 
-    def _in_mind(self) -> AbstractContextManager[Any]:
+    def _with_default_device(self) -> AbstractContextManager[Any]:
         """Context with a described device as JAX's default. JAX would otherwise query a real GPU for its vendor, and
         use the CPU for everything if all arrays are in host memory."""
         return nullcontext() if self.replicas.is_here else jax.default_device(self.replicas.device)
@@ -185,7 +185,7 @@ class Destination:
         try:
             return self._lowered(jitted, arguments, platform)
         except ValueError as problem:
-            if _OTHER_DEVICES not in str(problem):
+            if _OTHER_DEVICES_MESSAGE not in str(problem):
                 raise
             raise PopxlError(
                 "An op of `popxl.from_jax` runs over several devices of its own, such as `jax.shard_map` with a mesh "
@@ -198,7 +198,7 @@ class Destination:
         if self.replicas.is_here:
             return jitted.trace(*arguments).lower(lowering_platforms=(platform,) if platform else None)
         platform = platform or ("cuda" if self.platform == "gpu" else self.platform)
-        with self._in_mind():
+        with self._with_default_device():
             return jitted.trace(*arguments).lower(lowering_platforms=(platform,))
 
     def compile(self, lowered: Any) -> Any:
@@ -210,8 +210,8 @@ class Destination:
         try:
             return self._compiled(lowered, self.compile_options)
         except jax.errors.JaxRuntimeError as problem:
-            if not self.is_here and _NO_TILES in str(problem):
-                return self._compiled(lowered, {**_AS_ROUNDED, **_PRODUCTS_BY_CUBLAS})
+            if not self.is_here and _NO_TILES_MESSAGE in str(problem):
+                return self._compiled(lowered, {**_EXACT_ROUNDING, **_PRODUCTS_BY_CUBLAS})
             if self.is_here or "RESOURCE_EXHAUSTED" not in str(problem):
                 raise
             raise DoesNotFit(
@@ -226,11 +226,11 @@ class Destination:
         return lowered.compile(compiler_options=options, device_assignment=devices)
 
 
-_AS_ROUNDED: Mapping[str, str | bool] = {"xla_allow_excess_precision": False}
+_EXACT_ROUNDING: Mapping[str, str | bool] = {"xla_allow_excess_precision": False}
 """What a program rounds is rounded on a GPU. Else XLA may keep numbers in float32 as long as gradients need them, which
 takes twice as much memory as the program says."""
 
-_NO_TILES = "Couldn't find output tile sizes"
+_NO_TILES_MESSAGE = "Couldn't find output tile sizes"
 """How XLA refuses to write a product as a kernel of its own. On a GPU it tries kernels of several tiles, and leaves out
 those that do not fit; elsewhere it takes the first: 16 rows at a time, say, also where a factor is blocks of 6."""
 

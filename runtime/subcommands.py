@@ -201,7 +201,7 @@ def _costs(description: str, target: Target | None) -> list[Cost]:
     name, function = function_of(description)
     file = Path(name)
     if not file.is_file():
-        raise PopxlError(f"{name!r} is no file; expected a program, one that was saved, or a JSON file of costs.")
+        raise PopxlError(f"{name!r} is not a file; expected a program, one that was saved, or a JSON file of costs.")
     if file.suffix == ".json":
         return [read_budget(file)]
     if is_packed(file.read_bytes()):

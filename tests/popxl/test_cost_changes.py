@@ -158,7 +158,7 @@ def test_diff_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["diff", files[0], files[0]]) == 0
     assert "Nothing changed." in capsys.readouterr().out
     assert main(["diff", files[0], "none.py"]) == 2
-    assert "'none.py' is no file" in capsys.readouterr().err
+    assert "'none.py' is not a file" in capsys.readouterr().err
 
 
 def test_diff_of_saved_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

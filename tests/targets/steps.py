@@ -39,6 +39,7 @@ from popxl_addons import optimizers
 from popxl_addons.layers import LanguageConfig, LanguageModel, NextTokenLoss
 from runtime.costs.hlo import parse_hlo
 from runtime.costs.work import Collective, account_of
+from runtime.targets.destination import DoesNotFit
 from tests.targets import llama_in_jax
 from tests.targets.tables import Table
 
@@ -149,7 +150,12 @@ def in_jax(sizes: Sizes, way: str, target: str) -> Found:
 def costs(sizes: Sizes, way: str, target: str, **how: Any) -> list[str]:
     """What it costs, as cells of the table."""
     begun = process_time()
-    found = in_jax(sizes, way, target) if way in IN_JAX else ours(sizes, way, target, **how)
+    try:
+        found = in_jax(sizes, way, target) if way in IN_JAX else ours(sizes, way, target, **how)
+    except (DoesNotFit, jax.errors.JaxRuntimeError) as problem:
+        if "RESOURCE_EXHAUSTED" not in str(problem):
+            raise
+        return ["does not fit", *"–––––", f"{process_time() - begun:.0f}"]
     cycles = f"{found.cycles / 1e6:.1f}" if found.cycles else "–"
     return [
         *(found.compiled, f"{found.bytes / 1e9:.1f}", str(found.kernels), cycles),

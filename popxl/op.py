@@ -24,6 +24,7 @@ from popxl.core.traits import (
     Requirement,
     Run,
     Runs,
+    ShardingRule,
     Trait,
     View,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "Requirement",
     "Run",
     "Runs",
+    "ShardingRule",
     "SourceLocation",
     "Composite",
     "StandsFor",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import compress
+from itertools import compress, repeat
 from typing import TYPE_CHECKING
 
 from popxl.analysis.mesh import Mesh, mesh_of
@@ -210,19 +210,18 @@ class _GraphInference:
             return
         types = tuple(map(self.type_of, op.inputs))
         if not kind.is_carried_out_by_others:
-            made = self.local_result(op, types)
+            made = self.local_results(op, types)
         elif kind.graphs:
             content |= zip(op.outputs, self.call(op, types), strict=False)
             return
         elif kind.exchange:
-            made = self.exchange(op)
+            made = [self.exchange(op)]
         else:
-            made = self.collective_result(op, types) if kind.between_replicas else self.local_result(op, types)
+            made = [self.collective_result(op, types)] if kind.between_replicas else self.local_results(op, types)
         if kind.overwrites is not None:
-            self.overwrite(op, types, made)
+            self.overwrite(op, types, made[0])
             return
-        for t in op.outputs:
-            content[t] = made
+        content |= zip(op.outputs, made if len(made) > 1 else repeat(made[0]), strict=False)
 
     def overwrite(self, op: Op, types: tuple[ReplicaType, ...], made: ReplicaType) -> None:
         """Note what an op writes to its operands, by what it changes them, and what it returns."""
@@ -237,20 +236,20 @@ class _GraphInference:
             else:
                 self.content[t] = made
 
-    def local_result(self, op: Op, types: tuple[ReplicaType, ...]) -> ReplicaType:
-        """Result type of an op without communication, for types of its operands."""
+    def local_results(self, op: Op, types: tuple[ReplicaType, ...]) -> Sequence[ReplicaType]:
+        """Result types of an op without communication, for types of its operands: one for each, or one for all."""
         kind = op.kind
         if kind.overwrites is not None and kind.overwrites.forgets(op.attributes):
-            return _join_of_others(types, op.modified) or self.program.given
+            return [_join_of_others(types, op.modified) or self.program.given]
         if not types:
-            return self.program.given
+            return [self.program.given]
         found = join_all(types)
         if kind.asserts:
-            return self.asserted_type(op, found)
+            return [self.asserted_type(op, found)]
         if kind.contracts is not None and self.findings.divided:
             self.findings.missing_sum(op, types, self.is_given)
         if not propagated_axes(found) or kind.is_carried_out_by_others:
-            return found
+            return [found]
         made, flaws = op_effect(op, types, found)
         for i, flaw in flaws if not op.modified else ():
             self.findings.nonlinear_use(op, i, [t[i] for t in types], flaw)

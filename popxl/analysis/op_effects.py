@@ -1,7 +1,7 @@
-"""What an op makes of shards and of terms of a sum: that of its function, remembered for all ops of the same signature.
+"""What an op makes of shards and of terms of a sum, remembered for all ops of the same signature.
 
-`popxl.analysis.propagation` follows the function; here are the memories, which most ops of a program find what they
-make in.
+The sharding rule of the op's declaration says it; for an op without one, `popxl.analysis.propagation` follows the
+jaxpr of its function.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from popxl.analysis.propagation import Propagated, propagate
+from popxl.analysis.propagation import propagate
 from popxl.analysis.replication import (
-    GIVEN,
     NONLINEAR_TERMS,
     NOT_KNOWN,
     OWN,
@@ -28,17 +27,19 @@ from popxl.analysis.replication import (
     reduced_slot,
     unreduced_slot,
 )
+from popxl.analysis.sharding_rules import ZERO, Flaws, Propagated, Rule, covers, types_by_rule
 from popxl.core.declaration import OpKind, holds_graph
 from popxl.core.tracing import needed
+from popxl.values.subscripts import parse
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
 
 T = TypeVar("T")
 
-Effect = tuple[ReplicaType, tuple[tuple[int, str], ...]]
-"""The type of an op's results; and what the op does to terms of a sum that does not commute with it, each with the
-position of the axis."""
+Effect = tuple[tuple[ReplicaType, ...], tuple[tuple[int, str], ...]]
+"""The type of each of an op's results, or of all that it overwrites; and what the op does to terms of a sum that does
+not commute with it, each with the position of the axis."""
 
 Traced = tuple[Any, tuple[bool, ...]] | None
 """The jaxpr of an op's function, and which of its operands it reads; `None` if it refuses them."""
@@ -63,21 +64,24 @@ def op_effect(op: Op, types: tuple[ReplicaType, ...], joined: ReplicaType) -> Ef
 
 
 def _op_effect(op: Op, types: Sequence[ReplicaType], joined: ReplicaType) -> Effect:
-    made, found = list(joined), []
+    count = len(op.outputs) if op.kind.overwrites is None else 1
+    made, found = [[each] * count for each in joined], []
     for i in propagated_axes(joined):
-        made[i], flaws = _effect_along(op, [t[i] for t in types], joined[i])
+        made[i], flaws = _effect_along(op, [t[i] for t in types], joined[i], count)
         found += [(i, flaw) for flaw in flaws]
-    return tuple(made), tuple(found)
+    return tuple(zip(*made, strict=True)), tuple(found)
 
 
-def _effect_along(op: Op, types: Sequence[AxisType], whole: AxisType) -> tuple[AxisType, tuple[str, ...]]:
+def _effect_along(
+    op: Op, types: Sequence[AxisType], whole: AxisType, count: int
+) -> tuple[list[AxisType], tuple[str, ...]]:
     if len(types) == 1 and whole[0] is VARYING and unreduced_slot(whole[1]) == OWN:
-        return whole, ()
+        return [whole] * count, ()
     made, flaws = result_types(op, [_without_reduction(each) for each in types])
-    result = join_axis(made) if made else whole
-    if differs_by_own_variables(result) and (whole[1] or 0) < NONLINEAR_TERMS:
-        result = (VARYING, reduced_slot(result[1]))
-    return result, flaws
+    results = made[:count] if count > 1 and len(made) >= count else [join_axis(made) if made else whole] * count
+    if (whole[1] or 0) < NONLINEAR_TERMS:
+        results = [(VARYING, reduced_slot(each[1])) if differs_by_own_variables(each) else each for each in results]
+    return results, flaws
 
 
 @lru_cache(256)
@@ -97,13 +101,12 @@ def is_linear(op: Op) -> bool:
     if op.kind.is_carried_out_by_others:
         return op.kind.between_replicas
     summed: AxisType = (PARTIAL, None)
-    zero: AxisType = (GIVEN, 0)
-    made, flaws = result_types(op, tuple(summed if t.nelms > 1 else zero for t in op.inputs))
+    made, flaws = result_types(op, tuple(summed if t.nelms > 1 else ZERO for t in op.inputs))
     return not flaws and all(each == summed for each in made)
 
 
 def result_types(op: Op, given: Sequence[AxisType]) -> Propagated:
-    """Result types of an op's function along one axis, and flaws; unknown types if it refuses its operands.
+    """Result types of an op along one axis, and flaws; unknown types if its function refuses the operands.
 
     Remembered for ops of the same kind with the same attributes, dtypes and shapes: see `_shape_key`.
     """
@@ -112,11 +115,26 @@ def result_types(op: Op, given: Sequence[AxisType]) -> Propagated:
 
 
 def _propagated(op: Op, signature: Hashable, given: Sequence[AxisType]) -> Propagated:
+    if (rule := _declared_rule(op)) is not None and covers(rule, given):
+        flaws: Flaws = {}
+        return types_by_rule(rule, given, flaws), tuple(flaws)
     traced = _remembered(_TRACES, op, signature, _trace)
     if traced is None:
         return [NOT_KNOWN] * len(op.outputs), ()
     jaxpr, used = traced
     return propagate(jaxpr, [each for each, is_used in zip(given, used, strict=True) if is_used])
+
+
+def _declared_rule(op: Op) -> Rule | None:
+    """The sharding rule of an op's declaration, for its operands; `None` without one."""
+    declared = op.kind.sharding_rule
+    if declared is None:
+        return None
+    shapes = [t.shape for t in op.inputs]
+    given, made = declared.written(op.kind, op.operands, shapes, op.attributes)
+    operands, results = parse(tuple(given), tuple(made), tuple(map(len, shapes)))
+    linear = declared.linear_positions(op.operand_names())
+    return Rule(operands, results, linear, [t.dtype.is_inexact for t in op.inputs])
 
 
 def _trace(op: Op) -> Traced:

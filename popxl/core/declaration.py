@@ -46,6 +46,7 @@ from popxl.core.traits import (
     RealOnly,
     Requirement,
     Runs,
+    ShardingRule,
     Trait,
     View,
 )
@@ -154,6 +155,7 @@ class OpKind:
         self._between: BetweenReplicas = known.get(BetweenReplicas, BetweenReplicas())
         self.asserts = Asserts in known
         self.contracts: Contracts | None = known.get(Contracts)
+        self.sharding_rule: ShardingRule | None = known.get(ShardingRule)
         self.real_only = RealOnly in known
         self.ipus: str = known[OnIpus].attribute if OnIpus in known else ""
         self.drops: Drops | None = known.get(Drops)
@@ -198,7 +200,7 @@ class OpKind:
         """Declare the in-place version: it overwrites the first operand and returns an alias."""
         traits = [
             Overwrites(self._operands[0]),
-            *(trait for trait in self.traits if isinstance(trait, BetweenReplicas | RealOnly)),
+            *(trait for trait in self.traits if isinstance(trait, BetweenReplicas | RealOnly | ShardingRule)),
         ]
         settings = {"shape": like_first, "operands": self._renamed, "traits": traits} | changes
         return OpKind(name, self.lowering, result=result, **settings)

@@ -219,6 +219,53 @@ class Contracts(Trait):
     dimensions: Callable[[Op], tuple[int, int]]
 
 
+@dataclass(frozen=True)
+class ShardingRule(Trait):
+    """Which dimensions of operands are which of results, and in which operands the op is linear.
+
+    Checks of programs with replicas trace `lowering` for what is not declared.
+
+    Attributes:
+        subscripts: letters of the dimensions, as `popxl.values.subscripts` explains them: `"...ik,...kj->...ij"`; or a
+            function of the operands' shapes and the attributes that returns them. By default, each element of a result
+            depends on the elements of operands at its place.
+        linear: names of operands in which the op is linear; those in which it is linear together, as a sum is, in one
+            string: `"lhs rhs"`.
+    """
+
+    subscripts: str | Callable[[Sequence[tuple[int, ...]], Mapping[str, Any]], str] = "...->..."
+    linear: tuple[str, ...] = ()
+
+    def check(self, kind: OpKind) -> None:
+        names = (name.partition("[")[0] for together in self.linear for name in together.split())
+        kind.check_operands(names, "is linear in")
+
+    def written(
+        self,
+        kind: OpKind,
+        operands: Sequence[str] | None,
+        shapes: Sequence[tuple[int, ...]],
+        attributes: Mapping[str, Any],
+    ) -> tuple[list[str], list[str]]:
+        """Subscripts of each operand and of each result; `operands` are the names, if some operand is a plain value."""
+        text = self.subscripts if isinstance(self.subscripts, str) else self.subscripts(shapes, attributes)
+        given, made = (side.split(",") for side in text.split("->"))
+        if len(given) == 1:
+            return given * len(shapes), made
+        if operands is not None:
+            each = dict(zip(kind.operand_names(len(given)), given, strict=True))
+            given = [each[name] for name in operands]
+        return given[: len(shapes)], made
+
+    def linear_positions(self, names: Sequence[str]) -> tuple[frozenset[int], ...]:
+        """Positions of operands in which the op is linear together, for input names."""
+        groups = ({*together.split()} for together in self.linear)
+        return tuple(
+            frozenset(i for i, name in enumerate(names) if not group.isdisjoint((name, name.partition("[")[0])))
+            for group in groups
+        )
+
+
 @dataclass(frozen=True, init=False)
 class Colocated(Trait):
     """Operands required on one device and tile set, unless all are; no names mean no requirement."""

@@ -27,12 +27,13 @@ from popxl.core.traits import (
     Requirement,
     Run,
     Runs,
+    ShardingRule,
     Trait,
     View,
 )
 from popxl.ops.complex import NORM
 from popxl.ops.convert import cast_if_needed
-from popxl.ops.families import REAL
+from popxl.ops.families import ELEMENTWISE, REAL
 from popxl.ops.memory import available_after_all
 from popxl.ops.nn import REDUCTION_TYPE, cross_entropy, cross_entropy_with_grad
 from popxl.ops.var_updates.adam import adam_direction, minus_correction
@@ -46,6 +47,7 @@ __all__ = [
     "Contracts",
     "Draws",
     "Drops",
+    "ELEMENTWISE",
     "Effect",
     "Exchange",
     "Forward",
@@ -62,6 +64,7 @@ __all__ = [
     "Requirement",
     "Run",
     "Runs",
+    "ShardingRule",
     "Composite",
     "Trait",
     "adam_direction",

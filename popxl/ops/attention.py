@@ -20,7 +20,7 @@ from popxl import dtypes
 from popxl.core.declaration import OpKind
 from popxl.core.recording import not_a_tensor
 from popxl.core.tensor import Tensor
-from popxl.core.traits import REFUSED, Drops
+from popxl.core.traits import REFUSED, Drops, ShardingRule
 from popxl.errors import PopxlError
 from popxl.ops.kernels.elements import full_after
 from popxl.ops.kernels.kernel import Kernel
@@ -339,7 +339,10 @@ _attention = OpKind(
     shape=attention_specs,
     result=("attention_out", "attention_logs"),
     gradient=_gradient,
-    traits=[Drops("seed_tensor", "dropout")],
+    traits=[
+        Drops("seed_tensor", "dropout"),
+        ShardingRule("...__,...__,...__,...__,_->...__,..._", ("values",)),
+    ],
 )
 _attention_grad = OpKind(
     "AttentionGrad",
@@ -351,6 +354,9 @@ _attention_grad = OpKind(
     shape=lambda g, queries, keys, values, *others, **how: tuple(map(like_first, (queries, keys, values))),
     result=("attention_queries_grad", "attention_keys_grad", "attention_values_grad"),
     gradient=REFUSED,
+    traits=[
+        ShardingRule("...__,...__,...__,...__,...__,..._,...__,_->...__,...__,...__", ("g",)),
+    ],
 )
 _attention_mask_grad = OpKind(
     "AttentionMaskGrad",

@@ -51,8 +51,12 @@ angle_grad = OpKind(
     shape=lambda g, t: like_first(t),
 )
 
-real = unary("real", jnp.real, "The real part of complex numbers.", shape=_part_dtype, see="numpy.real", of="z")
-imag = unary("imag", jnp.imag, "The imaginary part of complex numbers.", shape=_part_dtype, see="numpy.imag", of="z")
+real = unary(
+    "real", jnp.real, "The real part of complex numbers.", shape=_part_dtype, linear=True, see="numpy.real", of="z"
+)
+imag = unary(
+    "imag", jnp.imag, "The imaginary part of complex numbers.", shape=_part_dtype, linear=True, see="numpy.imag", of="z"
+)
 angle = unary(
     "angle",
     jnp.angle,
@@ -68,6 +72,7 @@ conj: Unary = unary(
     "Complex numbers with the other sign of the imaginary part.",
     lambda g: conj(g),
     shape=_only_complex,
+    linear=True,
     see="numpy.conj",
     of="z",
 )

@@ -12,7 +12,7 @@ from popxl import dtypes
 from popxl.context import get_current_context
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Location, Tensor
-from popxl.core.traits import Placed, View
+from popxl.core.traits import Placed, ShardingRule, View
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.ops.precision import wide_dtype
@@ -48,22 +48,31 @@ def _converted(t: Any, *, data_type: dtype_) -> TensorSpec:
     return TensorSpec(t.shape, data_type, t.meta_shape)
 
 
+_SAME_ELEMENTS = ShardingRule(linear=("t",))
 _cast: OpKind = OpKind(
     "Cast",
     _convert,
     shape=_converted,
     result="{t}_{data_type.name}",
     gradient={"t": lambda g, t_spec: _cast(g, data_type=t_spec.dtype) if t_spec.dtype.is_inexact else None},
+    traits=[_SAME_ELEMENTS],
 )
-_identity = OpKind("Identity", lambda t: t, shape=like_first, result="identity_{t}", gradient={"t": lambda g: g})
-_detach = OpKind("Detach", lambda t: t, shape=like_first, result="detach_out", gradient=None)
+_identity = OpKind(
+    "Identity",
+    lambda t: t,
+    shape=like_first,
+    result="identity_{t}",
+    gradient={"t": lambda g: g},
+    traits=[_SAME_ELEMENTS],
+)
+_detach = OpKind("Detach", lambda t: t, shape=like_first, result="detach_out", gradient=None, traits=[_SAME_ELEMENTS])
 _detach_ = OpKind(
     "DetachInplace",
     lambda t: jax.lax.stop_gradient(t),  # for callers that differentiate the lowered function
     shape=like_first,
     result="detach_out",
     gradient=None,
-    traits=[View(lambda t, view: (view,))],
+    traits=[View(lambda t, view: (view,)), _SAME_ELEMENTS],
 )
 
 

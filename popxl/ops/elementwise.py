@@ -24,8 +24,9 @@ from popxl.core.create import constant, operand_beside, with_numbers
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
+from popxl.core.traits import ShardingRule
 from popxl.ops.convert import cast_if_needed
-from popxl.ops.families import REAL, Unary, binary, inplace, unary
+from popxl.ops.families import ELEMENTWISE, LINEAR_IN_GRADIENT, REAL, Unary, binary, inplace, unary
 from popxl.ops.kernels.elements import of_elements, quotient, recompute
 from popxl.ops.precision import is_half, round_once
 from popxl.values.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
@@ -42,15 +43,20 @@ def _abs_pullback(g: Any, t: Any) -> Any:
     return g * (jnp.conj(t) / jnp.where(length == 0, 1, length))
 
 
-abs_grad = OpKind("AbsGrad", _abs_pullback, shape=lambda g, t: like_first(t))
-relu_grad = OpKind("ReluGrad", lambda g, out: jnp.where(out <= 0, 0, g), shape=like_first)
-ties_grad = OpKind("TiesGrad", lambda g, x, out: jnp.where(x == out, g, 0), shape=lambda g, x, out: g.spec)
-rsqrt_grad = OpKind("RsqrtGrad", round_once(lambda g, out: g * -0.5 * out * out * out), shape=like_first)
-sigmoid_grad = OpKind("SigmoidGrad", round_once(lambda g, out: g * out * (1 - out)), shape=like_first)
-softplus_grad = OpKind("SoftplusGrad", round_once(lambda g, t: g * jax.nn.sigmoid(t)), shape=like_first)
-tanh_grad = OpKind("TanhGrad", round_once(lambda g, out: g * (1 - out * out)), shape=like_first)
+def _pullback(name: str, lowering: Callable[..., Any], shape: Callable[..., TensorSpec] = like_first) -> OpKind:
+    """Declare the gradient of an elementwise op, one op of the incoming gradient `g` and of what it reads besides."""
+    return OpKind(name, lowering, shape=shape, traits=[LINEAR_IN_GRADIENT])
+
+
+abs_grad = _pullback("AbsGrad", _abs_pullback, lambda g, t: like_first(t))
+relu_grad = _pullback("ReluGrad", lambda g, out: jnp.where(out <= 0, 0, g))
+ties_grad = _pullback("TiesGrad", lambda g, x, out: jnp.where(x == out, g, 0), lambda g, x, out: g.spec)
+rsqrt_grad = _pullback("RsqrtGrad", round_once(lambda g, out: g * -0.5 * out * out * out))
+sigmoid_grad = _pullback("SigmoidGrad", round_once(lambda g, out: g * out * (1 - out)))
+softplus_grad = _pullback("SoftplusGrad", round_once(lambda g, t: g * jax.nn.sigmoid(t)))
+tanh_grad = _pullback("TanhGrad", round_once(lambda g, out: g * (1 - out * out)))
 # Not (g · lhs) / rhs²: the square leaves the range of a float long before the quotients do.
-divisor_grad = OpKind("DivisorGrad", round_once(lambda g, lhs, rhs: -g * (lhs / rhs / rhs)), shape=like_first)
+divisor_grad = _pullback("DivisorGrad", round_once(lambda g, lhs, rhs: -g * (lhs / rhs / rhs)))
 
 
 # The branch that `where` leaves out is differentiated as well, by zero, and so has to have a derivative.
@@ -66,8 +72,8 @@ def _pow_exponent_pullback(g: Any, t: Any, e: Any, out: Any) -> Any:
     return g * jnp.where(is_flat, 0, out * jnp.log(jnp.where(is_flat, 1, t)))
 
 
-pow_base_grad = OpKind("PowBaseGrad", _pow_base_pullback, shape=like_first)
-pow_exponent_grad = OpKind("PowExponentGrad", _pow_exponent_pullback, shape=like_first)
+pow_base_grad = _pullback("PowBaseGrad", _pow_base_pullback)
+pow_exponent_grad = _pullback("PowExponentGrad", _pow_exponent_pullback)
 
 
 def _gradient_again(name: str, function: Callable[[Any], Any], costs: Callable[[Any], bool]) -> OpKind:
@@ -85,7 +91,7 @@ def _gradient_again(name: str, function: Callable[[Any], Any], costs: Callable[[
         _, pulled_back = jax.vjp(lambda t: round_once(function)(t).astype(t.dtype), given)
         return pulled_back(g)[0]
 
-    return OpKind(name, lowering, shape=like_first)
+    return _pullback(name, lowering)
 
 
 def _gelu(t: Any) -> Any:
@@ -152,7 +158,7 @@ geluerf = unary(
     traits=REAL,
 )
 log = unary("log", jnp.log, "Natural logarithm.", lambda g, t: g / t, see="numpy.log")
-negate: Unary = unary("negate", jnp.negative, "-t.", lambda g: negate(g), kind="Neg", see="numpy.negative")
+negate: Unary = unary("negate", jnp.negative, "-t.", lambda g: negate(g), kind="Neg", linear=True, see="numpy.negative")
 relu = unary(
     "relu",
     lambda t: jnp.maximum(t, 0),
@@ -216,8 +222,17 @@ def _divide(lhs: Any, rhs: Any) -> Any:
     return jnp.floor_divide(lhs, rhs) if jnp.issubdtype(lhs.dtype, jnp.integer) else quotient(lhs, rhs)
 
 
-add = binary("add", jnp.add, "lhs + rhs.", {"lhs": lambda g: g, "rhs": lambda g: g}, see="numpy.add")
-sub = binary("sub", jnp.subtract, "lhs - rhs.", {"lhs": lambda g: g, "rhs": lambda g: negate(g)}, see="numpy.subtract")
+add = binary(
+    "add", jnp.add, "lhs + rhs.", {"lhs": lambda g: g, "rhs": lambda g: g}, linear=("lhs rhs",), see="numpy.add"
+)
+sub = binary(
+    "sub",
+    jnp.subtract,
+    "lhs - rhs.",
+    {"lhs": lambda g: g, "rhs": lambda g: negate(g)},
+    linear=("lhs rhs",),
+    see="numpy.subtract",
+)
 mul = binary(
     "mul",
     jnp.multiply,
@@ -227,6 +242,7 @@ mul = binary(
         "rhs": lambda g, lhs, rhs_spec: _times(g, lhs, rhs_spec),
     },
     shape=_product,
+    linear=("lhs", "rhs"),
     see="numpy.multiply",
 )
 div = binary(
@@ -234,6 +250,7 @@ div = binary(
     _divide,
     "lhs / rhs. Integers stay integers: the quotient is rounded down, as PopXL documents it.",
     {"lhs": lambda g, rhs: g / rhs, "rhs": lambda g, lhs, rhs: divisor_grad(g, lhs, rhs)},
+    linear=("lhs",),
     see="numpy.divide",
 )
 fmod = binary(
@@ -264,7 +281,7 @@ _max = OpKind(
     shape=broadcast,
     result="maximum_out",
     gradient={"ts": lambda g, operand, out: ties_grad(g, operand, out)},
-    traits=REAL,
+    traits=[*REAL, ELEMENTWISE],
 )
 _min = OpKind(
     "Min",
@@ -272,7 +289,7 @@ _min = OpKind(
     shape=broadcast,
     result="minimum_out",
     gradient={"ts": lambda g, operand, out: ties_grad(g, operand, out)},
-    traits=REAL,
+    traits=[*REAL, ELEMENTWISE],
 )
 _pow = OpKind(
     "Pow",
@@ -282,9 +299,14 @@ _pow = OpKind(
         "t": lambda g, t, e: pow_base_grad(g, t, e),
         "e": lambda g, t, e, out: pow_exponent_grad(g, t, e, out),
     },
+    traits=[ELEMENTWISE],
 )
 _sum = OpKind(
-    "Sum", round_once(lambda *ts: functools.reduce(jnp.add, ts)), shape=broadcast, gradient={"ts": lambda g: g}
+    "Sum",
+    round_once(lambda *ts: functools.reduce(jnp.add, ts)),
+    shape=broadcast,
+    gradient={"ts": lambda g: g},
+    traits=[ShardingRule(linear=("ts",))],
 )
 
 

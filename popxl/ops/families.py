@@ -5,14 +5,14 @@ A family function declares an `OpKind` and returns the function that users call;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast, get_type_hints
 
 from popxl.base.names import camel
 from popxl.core.create import with_numbers
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, TensorLike
-from popxl.core.traits import RealOnly, Trait
+from popxl.core.traits import RealOnly, ShardingRule, Trait
 from popxl.ops.precision import round_once, widen
 from popxl.values.shapes import (
     broadcast,
@@ -25,10 +25,15 @@ from popxl.values.shapes import (
     reduction_axes,
 )
 from popxl.values.spec import TensorSpec
+from popxl.values.subscripts import sum_subscripts
 
 Rule = Callable[..., Tensor]
 REAL = (RealOnly(),)
 """The traits of an op that has no others, and refuses complex numbers."""
+ELEMENTWISE = ShardingRule()
+"""Of an op that is linear in no operand, and whose results depend, at each place, on the elements of operands there."""
+LINEAR_IN_GRADIENT = ShardingRule(linear=("g",))
+"""Of the gradient of such an op, whose operand `g` is the incoming one."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -74,6 +79,7 @@ def unary(
     *,
     kind: str = "",
     shape: Callable[..., TensorSpec] = like_first,
+    linear: bool = False,
     traits: Iterable[Trait] = (),
     see: str = "",
     of: str = "x",
@@ -87,6 +93,7 @@ def unary(
         gradient: rule for the gradient of `t`; `None` if none flows. Left out, it is JAX's.
         kind: name in printed graphs, where it is not the name in capitals.
         shape: shape rule, for ops whose result has another dtype.
+        linear: whether the op is linear.
         traits: further traits of the op.
         see: the namesake in NumPy or PyTorch.
         of: name of the tensor in the example.
@@ -94,7 +101,8 @@ def unary(
     declared: dict[str, Any] = (
         {} if gradient is ... else {"gradient": {"t": gradient} if callable(gradient) else gradient}
     )
-    declared |= {"shape": shape, "result": f"{name}_out", "operands": ("t",), "traits": traits}
+    rule = () if shape is predicate else (ShardingRule(linear=("t",) if linear else ()),)
+    declared |= {"shape": shape, "result": f"{name}_out", "operands": ("t",), "traits": [*traits, *rule]}
     declaration = OpKind(kind or camel(name), round_once(lowering), **declared)
     result = "a bool for each element" if shape is predicate else "same shape and dtype"
     also = f"\n\nSee also: `{see}`." if see else ""
@@ -134,15 +142,18 @@ def binary(
     gradient: Mapping[str, Rule] | Any = ...,
     *,
     shape: Callable[..., TensorSpec] = broadcast,
+    linear: tuple[str, ...] | None = (),
     traits: Iterable[Trait] = (),
     see: str = "",
 ) -> Binary:
     """Declare an elementwise op of two tensors, `lhs` and `rhs`, which broadcast.
 
-    Arguments as for `unary`, but `lowering` gets float16 and bfloat16 operands without widening.
+    Arguments as for `unary`, but `lowering` gets float16 and bfloat16 operands without widening, and `linear` names the
+    operands in which the op is linear, as `ShardingRule` does; `None` for a predicate.
     """
     declared: dict[str, Any] = {} if gradient is ... else {"gradient": gradient}
-    declared |= {"shape": shape, "result": f"{name}_out", "operands": ("lhs", "rhs"), "traits": traits}
+    rule = () if linear is None else (ShardingRule(linear=linear),)
+    declared |= {"shape": shape, "result": f"{name}_out", "operands": ("lhs", "rhs"), "traits": [*traits, *rule]}
     declaration = OpKind(camel(name), lowering, **declared)
     returns = "a bool for each element" if shape is predicate else "their dtype"
     refused = "" if shape is predicate else " or the dtypes differ"
@@ -170,6 +181,15 @@ def _binary(kind: OpKind, name: str, doc: str, overwrites: bool = False) -> Bina
     return public(op, kind, name, doc)
 
 
+def _summed(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> str:
+    rank = len(shapes[0])
+    return sum_subscripts(rank, reduction_axes(attributes["axis"], rank), attributes["keepdims"])
+
+
+SUM, SUM_OF_FUNCTION = ShardingRule(_summed, linear=("t",)), ShardingRule(_summed)
+"""Of a sum of the elements, and of a sum of some function of each."""
+
+
 def reduction(
     name: str,
     lowering: Callable[..., Any],
@@ -177,11 +197,13 @@ def reduction(
     gradient: Rule | Any = ...,
     *,
     kind: str = "",
+    rule: ShardingRule | None = None,
     traits: Iterable[Trait] = (),
 ) -> Reduction:
     """Declare a reduction of `t` over `axis`.
 
     `lowering(t, axes, keepdims)` gets the axes as a tuple, and halves as float32: the result is rounded once.
+    Reductions that are sums have the rule `SUM`, or `SUM_OF_FUNCTION`.
     """
 
     def reduce(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> Any:
@@ -191,7 +213,7 @@ def reduction(
         return TensorSpec(reduced_shape(t.shape, axis, keepdims), t.dtype)
 
     declared: dict[str, Any] = {} if gradient is ... else {"gradient": {"t": gradient}}
-    declared |= {"shape": shape, "result": f"{name}_out", "traits": traits}
+    declared |= {"shape": shape, "result": f"{name}_out", "traits": [*traits, *filter(None, [rule])]}
     declaration = OpKind(kind or f"Reduce{camel(name)}", reduce, **declared)
 
     def op(t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:

@@ -41,6 +41,7 @@ equal = binary(
     "Whether lhs = rhs, elementwise. Two dtypes are refused when the program is compiled.",
     REFUSED,
     shape=predicate,
+    linear=None,
     see="numpy.equal",
 )
 
@@ -53,7 +54,7 @@ def _comparison(name: str, relation: Callable[[Any, Any], Any], meaning: str) ->
         return predicate(lhs, rhs)
 
     traits = () if relation is jnp.not_equal else REAL
-    return binary(name, relation, meaning, REFUSED, shape=shape, traits=traits, see=f"numpy.{name}")
+    return binary(name, relation, meaning, REFUSED, shape=shape, linear=None, traits=traits, see=f"numpy.{name}")
 
 
 greater_equal = _comparison(

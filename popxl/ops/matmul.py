@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from popxl.context import get_current_context
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.tracing import abstract_evaluation
-from popxl.core.traits import REFUSED, Colocated, Contracts
+from popxl.core.traits import REFUSED, Colocated, Contracts, ShardingRule
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
@@ -64,6 +64,11 @@ def _product(lhs: Any, rhs: Any) -> tuple[int, ...]:
         raise PopxlError(f"the inner dimensions differ; expected `rhs` to have {inner} rows, and it has {rows}.")
     batch = broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
     return batch + lhs.shape[-2:-1] + rhs.shape[-1:] * (len(rhs.shape) > 1)
+
+
+def _subscripts(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> str:
+    rows, columns = (len(shape) > 1 for shape in shapes)
+    return f"{'...i' * rows}k,{'...' * columns}k{'j' * columns}->...{'i' * rows}{'j' * columns}"
 
 
 def _lhs_gradient(g: Tensor, lhs_spec: TensorSpec, rhs: Tensor) -> Tensor:
@@ -130,6 +135,7 @@ _over_rows = OpKind(
     result="matmul_out",
     key="MatMulOverRows",
     gradient={"lhs": lambda g, rhs: rhs @ _flipped(g), "rhs": lambda g, lhs: lhs @ g},
+    traits=[ShardingRule("...i,...j->ij", ("lhs", "rhs"))],
 )
 _kind = OpKind(
     "MatMul",
@@ -137,7 +143,10 @@ _kind = OpKind(
     shape=_shape,
     result="matmul_out",
     gradient={"lhs": _lhs_gradient, "rhs": _rhs_gradient},
-    traits=[Contracts(lambda op: (op.inputs[0].rank - 1, max(op.inputs[1].rank - 2, 0)))],
+    traits=[
+        Contracts(lambda op: (op.inputs[0].rank - 1, max(op.inputs[1].rank - 2, 0))),
+        ShardingRule(_subscripts, ("lhs", "rhs")),
+    ],
 )
 
 

@@ -19,7 +19,7 @@ from popxl import dtypes
 from popxl.core.create import constant
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.core.traits import Draws, Drops
+from popxl.core.traits import Draws, Drops, ShardingRule
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
@@ -215,11 +215,12 @@ def _masked(t: Any, seed_tensor: Any, *, shape: tuple[int, ...], ratio: float) -
     return _like_t(t, seed_tensor)
 
 
+_MASKED = ShardingRule("...,_->...", ("t",))
 _dropout: OpKind = OpKind(
     "Dropout",
     lambda t, seed_tensor, *, p: _dropped(t, seed_tensor, t.shape, p),
     shape=_like_t,
-    traits=[Drops("seed_tensor", "p")],
+    traits=[Drops("seed_tensor", "p"), _MASKED],
     gradient={"t": lambda g, seed_tensor, p: _dropout(g, seed_tensor, p=p)},
 )
 _shaped_dropout: OpKind = OpKind(
@@ -227,7 +228,7 @@ _shaped_dropout: OpKind = OpKind(
     lambda t, seed_tensor, *, shape, ratio: _dropped(t, seed_tensor, shape, ratio),
     shape=_masked,
     result="shapeddropout_out",
-    traits=[Drops("seed_tensor", "ratio")],
+    traits=[Drops("seed_tensor", "ratio"), _MASKED],
     gradient={
         "t": lambda g, seed_tensor, shape, ratio: _shaped_dropout(g, seed_tensor, shape=shape, ratio=ratio),
     },

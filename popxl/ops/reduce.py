@@ -16,8 +16,9 @@ from popxl import dtypes
 from popxl.core.create import constant
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
+from popxl.core.traits import ShardingRule
 from popxl.ops.elementwise import abs, sign, ties_grad
-from popxl.ops.families import REAL, reduction
+from popxl.ops.families import REAL, SUM, SUM_OF_FUNCTION, reduction
 from popxl.ops.kernels.sums import largest, summed
 from popxl.ops.precision import round_once, widen
 from popxl.ops.shape import reshape
@@ -38,6 +39,9 @@ _broadcast = OpKind(
     lambda t, *, shape: jnp.broadcast_to(t, shape),
     shape=lambda t, *, shape: TensorSpec(shape, t.dtype),
     gradient={"t": lambda g: g},
+    traits=[
+        ShardingRule(lambda shapes, attributes: f"...->{'_' * (len(attributes['shape']) - len(shapes[0]))}...", ("t",))
+    ],
 )
 
 
@@ -69,11 +73,13 @@ sum = reduction(
     summed,
     "The sum of the elements.",
     lambda g, t_spec, axis: broadcast_back(g, t_spec, axis),
+    rule=SUM,
 )
 mean = reduction(
     "mean",
     _mean,
     "The mean of the elements; for integers rounded towards zero, of a sum that wraps at 32 bits or more.",
+    rule=SUM,
 )
 max = reduction(
     "max",
@@ -100,6 +106,7 @@ sumsquare = reduction(
     "The sum of the squares of the elements.",
     lambda g, t, axis: broadcast_back(g, t, axis) * t * 2,
     kind="ReduceSumSquare",
+    rule=SUM_OF_FUNCTION,
     traits=REAL,
 )
 l1 = reduction(
@@ -107,6 +114,7 @@ l1 = reduction(
     lambda t, axes, keepdims: summed(jnp.abs(t), axes, keepdims),
     "The sum of the absolute values of the elements.",
     lambda g, t, axis: broadcast_back(g, t, axis) * sign(t),
+    rule=SUM_OF_FUNCTION,
     traits=REAL,
 )
 var = reduction(
@@ -243,7 +251,7 @@ _lamb_square = OpKind(
     lambda t: jnp.sum(jnp.square(t.astype(jnp.float32))),
     shape=lambda t: TensorSpec((), dtypes.float32),
     gradient=None,
-    traits=REAL,
+    traits=[*REAL, ShardingRule("...->")],
 )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
+from popxl.core.traits import ShardingRule
 from popxl.ops.precision import wide_dtype
 from popxl.ops.var_updates.factors import factor, number, one_number
 from popxl.values.shapes import keeps_parts, meta_shape_of
@@ -37,7 +38,7 @@ def _multiple(t: Any, n: int) -> Any:
     return np.asarray(n % 2**bits, f"uint{bits}").astype(t.dtype) * t
 
 
-_scaled_add = OpKind("ScaledAdd", _lowering, shape=_spec, gradient=None)
+_scaled_add = OpKind("ScaledAdd", _lowering, shape=_spec, gradient=None, traits=[ShardingRule(linear=("X Y",))])
 _scaled_add_ = _scaled_add.inplace("ScaledAddLhsInplace", "scaled_add__{X}", shape=_spec)
 
 

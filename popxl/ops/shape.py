@@ -16,18 +16,23 @@ import jax.numpy as jnp
 from popxl.core.declaration import OpKind
 from popxl.core.recording import not_a_tensor
 from popxl.core.tensor import Tensor
-from popxl.core.traits import View
+from popxl.core.traits import ShardingRule, View
 from popxl.errors import PopxlError
 from popxl.values.shapes import integer, integers, like_first
 from popxl.values.spec import TensorSpec
+from popxl.values.subscripts import permutation_subscripts, reshape_subscripts
 
 # Reshape ------------------------------------------------------------------------------------------------------------
 
 
-def _reshaped(t: Any, *, shape: tuple[int, ...]) -> TensorSpec:
-    count = math.prod(t.shape)
+def _inferred(before: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes after a reshape, with the one that -1 stands for."""
     known = math.prod(size for size in shape if size != -1)
-    sizes = tuple(count // known if size == -1 else size for size in shape)
+    return tuple(math.prod(before) // known if size == -1 else size for size in shape)
+
+
+def _reshaped(t: Any, *, shape: tuple[int, ...]) -> TensorSpec:
+    count, sizes = math.prod(t.shape), _inferred(t.shape, shape)
     if math.prod(sizes) != count:
         raise PopxlError(f"a tensor of {count} elements cannot have the shape {shape}.")
     return TensorSpec(sizes, t.dtype)
@@ -50,12 +55,16 @@ def _wanted(t: Tensor, shape: Iterable[int]) -> tuple[int, ...]:
     return sizes
 
 
+_RESHAPED = ShardingRule(
+    lambda shapes, attributes: reshape_subscripts(shapes[0], _inferred(shapes[0], attributes["shape"])), ("t",)
+)
 _reshape: OpKind = OpKind(
     "Reshape",
     lambda t, *, shape: t.reshape(shape),
     shape=_reshaped,
     result="{t}_reshaped",
     gradient={"t": lambda g, t_spec: _reshape(g, shape=t_spec.shape)},
+    traits=[_RESHAPED],
 )
 _reshape_ = OpKind(
     "ReshapeInplace",
@@ -63,7 +72,7 @@ _reshape_ = OpKind(
     shape=_reshaped,
     result="{t}_reshaped",
     gradient=_reshape.gradient,
-    traits=[View(lambda t, view, *, shape: (view.reshape(t.shape),))],
+    traits=[View(lambda t, view, *, shape: (view.reshape(t.shape),)), _RESHAPED],
 )
 
 
@@ -162,12 +171,14 @@ def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
 
 
+_TRANSPOSED = ShardingRule(lambda shapes, attributes: permutation_subscripts(attributes["permutation"]), ("t",))
 _transpose: OpKind = OpKind(
     "Transpose",
     lambda t, *, permutation: jnp.transpose(t, permutation),
     shape=_transposed,
     result="{t}_T",
     gradient={"t": lambda g, permutation: _transpose(g, permutation=_inverse(permutation))},
+    traits=[_TRANSPOSED],
 )
 _transpose_ = OpKind(
     "TransposeInplace",
@@ -175,7 +186,7 @@ _transpose_ = OpKind(
     shape=_transposed,
     result="{t}_T",
     gradient=_transpose.gradient,
-    traits=[View(lambda t, view, *, permutation: (jnp.transpose(view, _inverse(permutation)),))],
+    traits=[View(lambda t, view, *, permutation: (jnp.transpose(view, _inverse(permutation)),)), _TRANSPOSED],
 )
 
 

@@ -21,7 +21,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.core.tracing import inputs_used
-from popxl.core.traits import REFUSED, VJP
+from popxl.core.traits import REFUSED, VJP, ShardingRule
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.ops.complex import conjugate
@@ -239,4 +239,29 @@ def _vjp(made_of: Derivation) -> tuple[OpKind, tuple[int, ...]]:
 
     specs = [TensorSpec(inputs[i].shape, inputs[i].dtype, inputs[i].meta_shape) for i in wanted]
     shape = specs if len(wanted) > 1 else specs[0]
-    return OpKind(f"{made_of.kind.name}Grad", lowering, shape=lambda *operands: shape, derivation=made_of), read
+    rule = _gradient_rule(made_of, read)
+    return (
+        OpKind(
+            f"{made_of.kind.name}Grad",
+            lowering,
+            shape=lambda *operands: shape,
+            traits=[] if rule is None else [rule],
+            derivation=made_of,
+        ),
+        read,
+    )
+
+
+def _gradient_rule(made_of: Derivation, read: Sequence[int]) -> ShardingRule | None:
+    """Sharding rule of a gradient op, from that of its op: gradients have the dimensions of operands, and are linear in
+    the incoming ones. `None` without a rule, or if operands are broadcast."""
+    rule, shapes = made_of.kind.sharding_rule, [spec.shape for spec in made_of.inputs]
+    if rule is None:
+        return None
+    operands, results = rule.written(made_of.kind, made_of.operands, shapes, dict(made_of.attributes))
+    ranks = {len(made_of.outputs[k].shape) for k in made_of.given} | {len(shapes[i]) for i in made_of.wanted}
+    if len(results) < len(made_of.outputs) or len(ranks) > 1:
+        return None
+    given = [operands[i] for i in read] + [results[k] for k in made_of.given]
+    incoming = " ".join(f"operands[{i}]" for i in range(len(read), len(given)))
+    return ShardingRule(f"{','.join(given)}->{','.join(operands[i] for i in made_of.wanted)}", (incoming,))

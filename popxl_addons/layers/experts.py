@@ -11,6 +11,7 @@ import popxl
 from popxl import OpKind, ops
 from popxl.extend.arguments import integer, number
 from popxl.extend.ops import like_first
+from popxl.op import ShardingRule
 from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import drawn_weights
 from popxl_addons.layers.transformer import Activation, activated, checked_activation
@@ -25,6 +26,7 @@ _of_mean = OpKind(
     lambda w, *, size: w,
     shape=like_first,
     gradient={"w": lambda g, size: g * (1 / size)},
+    traits=[ShardingRule(linear=("w",))],
     key="popxl_addons.GradientOfMean",
 )
 """The same tensor; its gradient, a sum over so many losses, becomes that of their mean."""

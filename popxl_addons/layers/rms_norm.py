@@ -13,6 +13,7 @@ import popxl
 from popxl import OpKind, initial
 from popxl.errors import PopxlError
 from popxl.extend.kernels import wide_dtype
+from popxl.op import ShardingRule
 from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import torch_weights
 from popxl_addons.layers.tensor_parallel import TensorParallel
@@ -52,13 +53,20 @@ def _gradient(forward: Any, gs: Any) -> dict[int, popxl.Tensor]:
 
 
 _rms_norm = OpKind(
-    "RMSNorm", _normed, shape=_spec, gradient=_gradient, result="rms_norm_out", key="popxl_addons.RMSNorm"
+    "RMSNorm",
+    _normed,
+    shape=_spec,
+    gradient=_gradient,
+    result="rms_norm_out",
+    traits=[ShardingRule("..._,_->..._")],
+    key="popxl_addons.RMSNorm",
 )
 _rms_norm_grad = OpKind(
     "RMSNormGrad",
     _pulled_back,
     shape=lambda g, t, weight, *, eps: tuple(popxl.TensorSpec(s.shape, s.dtype) for s in (t, weight)),
     result=("rms_norm_t_grad", "rms_norm_weight_grad"),
+    traits=[ShardingRule("..._,..._,_->..._,_", ("g",))],
     key="popxl_addons.RMSNormGrad",
 )
 

@@ -17,6 +17,7 @@ import popxl
 from popxl import OpKind
 from popxl.errors import PopxlError
 from popxl.extend.kernels import round_once
+from popxl.op import ShardingRule
 
 __all__ = ["Stretch", "rotary_positions"]
 
@@ -98,5 +99,6 @@ _rotary = OpKind(
     round_once(lambda t, first, **how: _apply_rope(t, first, **how)),
     shape=_rotary_spec,
     operands=("t", "first"),
+    traits=[ShardingRule("..._,_->..._", ("t",))],
     key="popxl_addons.RotaryPositions",
 )

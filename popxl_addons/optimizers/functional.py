@@ -20,8 +20,8 @@ import popxl
 from popxl.extend.arguments import flag
 from popxl.extend.collectives import Group, members
 from popxl.extend.kernels import Array
-from popxl.extend.ops import adam_direction
-from popxl.op import BetweenReplicas
+from popxl.extend.ops import ELEMENTWISE, adam_direction
+from popxl.op import BetweenReplicas, ShardingRule
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.optimizers.arguments import check_floating, numbers, weight_decays
 from popxl_addons.optimizers.means import Means, MeansOverGroups, MeansOverPieces, Within
@@ -37,7 +37,7 @@ def _adamw_formula(
     return w - lr * (adam_direction(m, v, t, beta1, beta2, eps) + decay * w), m, v
 
 
-_adamw = formula_op("AdamWStep", _adamw_formula, "first_moment", "second_moment")
+_adamw = formula_op("AdamWStep", _adamw_formula, "first_moment", "second_moment", traits=[ELEMENTWISE])
 
 
 def adamw(
@@ -107,7 +107,10 @@ def _sgd_formula(
     return w - lr * (g + momentum * v if nesterov else v), v
 
 
-_sgd, _momentum = formula_op("SGDStep", _sgd_formula), formula_op("MomentumStep", _sgd_formula, "velocity")
+_sgd = formula_op("SGDStep", _sgd_formula, traits=[ShardingRule(linear=("variable gradient",))])
+_momentum = formula_op(
+    "MomentumStep", _sgd_formula, "velocity", traits=[ShardingRule(linear=("variable gradient others[0]",))]
+)
 
 
 def sgd(
@@ -161,7 +164,7 @@ def _lion_formula(
     return w - lr * (jnp.sign(beta1 * m + (1 - beta1) * g) + decay * w), beta2 * m + (1 - beta2) * g
 
 
-_lion = formula_op("LionStep", _lion_formula, "momentum")
+_lion = formula_op("LionStep", _lion_formula, "momentum", traits=[ELEMENTWISE])
 
 
 def lion(

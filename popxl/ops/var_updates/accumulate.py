@@ -14,7 +14,7 @@ from popxl import dtypes
 from popxl.core.create import constant
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, taken_back_on_failure
-from popxl.core.traits import Overwrites, Trait
+from popxl.core.traits import Overwrites, ShardingRule, Trait
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL
 from popxl.ops.precision import wide_dtype
@@ -37,6 +37,7 @@ def _accumulator(
     formula: Callable[..., Any],
     casts: bool = False,
     restarts: bool = False,
+    linear: tuple[str, ...] = (),
     traits: Iterable[Trait] = (),
     **settings: Any,
 ) -> OpKind:
@@ -51,21 +52,24 @@ def _accumulator(
     settings |= {
         "key": name,
         "shape": _accumulated,
-        "traits": [Overwrites("t", restarts=restarts), *traits],
+        "traits": [Overwrites("t", restarts=restarts), ShardingRule(linear=linear), *traits],
         "gradient": None,
     }
     return OpKind("Accumulate", lowering, result=f"{name}__{{t}}", **settings)
 
 
-_accumulate = _accumulator("accumulate", lambda t, X, f: t + product(f, X))
+_accumulate = _accumulator("accumulate", lambda t, X, f: t + product(f, X), linear=("t X",))
 _square = _accumulator("accumulate_square", lambda t, X, f: t + product(f, X, X), casts=True, traits=REAL)
 _mean = _accumulator(
     "accumulate_mean",
     lambda t, X, step: (jnp.where(step == 0, 0, step * t) + X) / (step + 1),  # ignores old contents of `t`, even NaN
     restarts=True,
+    linear=("t X",),
     operands=("t", "X", "step"),
 )
-_average = _accumulator("accumulate_moving_avg", lambda t, X, f: product(f, t) + product(1 - f, X), casts=True)
+_average = _accumulator(
+    "accumulate_moving_avg", lambda t, X, f: product(f, t) + product(1 - f, X), casts=True, linear=("t X",)
+)
 _average_square = _accumulator(
     "accumulate_moving_avg_square", lambda t, X, f: product(f, t) + product(1 - f, X, X), casts=True, traits=REAL
 )
@@ -87,7 +91,7 @@ _scale = OpKind(
     _scaled,
     shape=_scalable,
     result="accumulator_scale__{t}",
-    traits=[Overwrites("t", forgets=lambda attributes: attributes.get("f") == 0)],
+    traits=[Overwrites("t", forgets=lambda attributes: attributes.get("f") == 0), ShardingRule(linear=("t",))],
     gradient=None,
 )
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import popxl
 from popxl.extend.kernels import number
 from popxl.extend.ops import factor, one_number
-from popxl.op import REFUSED
+from popxl.op import REFUSED, ShardingRule
 
 
 def _sum_of_squares(t: Any, loss_scaling: Any = 1.0) -> Any:
@@ -22,7 +22,9 @@ def _shape(t: Any, loss_scaling: Any = 1.0) -> popxl.TensorSpec:
     return popxl.TensorSpec((), popxl.float32)
 
 
-_GradReduceSquareAdd = popxl.OpKind("GradReduceSquareAdd", _sum_of_squares, shape=_shape, gradient=REFUSED)
+_GradReduceSquareAdd = popxl.OpKind(
+    "GradReduceSquareAdd", _sum_of_squares, shape=_shape, gradient=REFUSED, traits=[ShardingRule("...->")]
+)
 
 
 def grad_reduce_square_add(t: popxl.Tensor, loss_scaling: float | popxl.Tensor) -> popxl.Tensor:

@@ -1,0 +1,162 @@
+"""Types of the results of an operation, by its sharding rule, along one axis of replicas.
+
+A rule comes from the declaration of an op (`popxl.core.traits.ShardingRule`), or from an equation of a jaxpr
+(`popxl.analysis.propagation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from popxl.analysis.replication import (
+    FLAT,
+    GIVEN,
+    NONLINEAR_TERMS,
+    OWN,
+    PARTIAL,
+    REPLICATED,
+    SHARDED,
+    TERMS,
+    TERMS_PLUS_SHARED,
+    VARYING,
+    AxisType,
+    join_axis,
+)
+from popxl.values.subscripts import Labels
+
+Flaws = dict[str, None]
+"""What is done to terms of a sum that their sum does not survive: "more" is added to each, or a function that is not
+"linear" is taken of each."""
+
+Propagated = tuple[list[AxisType], tuple[str, ...]]
+"""Result types of an operation, and the flaws."""
+
+ZERO: AxisType = (GIVEN, 0)
+SHARDS: AxisType = (SHARDED, None)
+_SUM: AxisType = (PARTIAL, None)
+_OWN: AxisType = (VARYING, OWN)
+_TERMS: AxisType = (VARYING, TERMS)
+
+
+class Rule(NamedTuple):
+    """How an operation treats dimensions and sums.
+
+    Attributes:
+        operands, results: labels of their dimensions.
+        linear: positions of operands in which the operation is linear together; `None` if that is unknown.
+        floats: which operands are floating-point numbers.
+    """
+
+    operands: Sequence[Labels]
+    results: Sequence[Labels]
+    linear: Sequence[Collection[int]] | None
+    floats: Sequence[bool]
+
+
+def covers(rule: Rule, given: Sequence[AxisType]) -> bool:
+    """Whether no operand has shards along a dimension that the operation does not treat element by element."""
+    return all(
+        kind is not SHARDED or d is None or _cut(labels, d)[1]
+        for labels, (kind, d) in zip(rule.operands, given, strict=True)
+    )
+
+
+def types_by_rule(rule: Rule, given: Sequence[AxisType], flaws: Flaws) -> list[AxisType]:
+    """Type of each result, by the types of the operands. Adds to the flaws."""
+    if any(map(_is_sum, given)):
+        return [_type_of_terms(rule, given, flaws)] * len(rule.results)
+    whole = join_axis(given)
+    if whole[0] is SHARDED:
+        return [_type_of_shards(rule.operands, result, given) for result in rule.results]
+    if whole[0] is VARYING and all(slot is not None and slot < 0 for kind, slot in given if kind is VARYING):
+        return [_TERMS if _is_product_of_own(rule, result, given) else whole for result in rule.results]
+    return [whole] * len(rule.results)
+
+
+def _is_sum(along: AxisType) -> bool:
+    return along[0] is PARTIAL or along == _TERMS
+
+
+def _is_product_of_own(rule: Rule, result: Labels, given: Sequence[AxisType]) -> bool:
+    """Whether two operands that differ by variables of each replica's own are multiplied, and summed over a
+    dimension."""
+    own = [i for i, (kind, _) in enumerate(given) if kind is VARYING and {i} in (rule.linear or ())]
+    return len(own) > 1 and bool(_contracted(rule, result))
+
+
+def _contracted(rule: Rule, result: Labels) -> set[str | int]:
+    """Labels of several operands that a result is summed over."""
+    factors = [{*chain.from_iterable(labels)} for labels in rule.operands]
+    return {f for i, some in enumerate(factors) for f in some if any(f in others for others in factors[:i])} - {
+        *chain.from_iterable(result)
+    }
+
+
+def _type_of_terms(rule: Rule, given: Sequence[AxisType], flaws: Flaws) -> AxisType:
+    """What an operation makes of terms of a sum."""
+    sums = {i for i, each in enumerate(given) if _is_sum(each)}
+    terms = _SUM if any(given[i][0] is PARTIAL for i in sums) else _TERMS
+    kept = _SUM if terms is _SUM else _OWN
+    if rule.linear is None:
+        return kept
+    others = [each for i, each in enumerate(given) if i not in sums]
+    contracts = any(_contracted(rule, result) for result in rule.results)
+    together = next((group for group in rule.linear if sums <= {*group}), None)
+    if together is None:
+        if contracts and terms is _TERMS:
+            return terms
+        is_flaw = terms is _SUM or _are_equal(others)
+        return _flawed(terms, "linear", flaws) if is_flaw else join_axis([kept, *others])
+    added = [given[i] for i in together if i not in sums and rule.floats[i] and given[i] != ZERO]
+    if added:
+        return _flawed(terms, "more", flaws) if _are_equal(added) else join_axis([kept, *added])
+    factors = [each for i, each in enumerate(given) if i not in together]
+    return terms if contracts or _are_equal(factors) else join_axis([kept, *factors])
+
+
+def _are_equal(types: Sequence[AxisType]) -> bool:
+    """Whether all are the same on all replicas."""
+    return all(kind <= REPLICATED for kind, _ in types)
+
+
+def _flawed(terms: AxisType, flaw: str, flaws: Flaws) -> AxisType:
+    """Type of terms after a flaw. For presumed terms, a later check finds out whether they are summed."""
+    if terms is _SUM:
+        flaws[flaw] = None
+        return _SUM if flaw == "more" else (VARYING, None)
+    return (VARYING, TERMS_PLUS_SHARED if flaw == "more" else NONLINEAR_TERMS)
+
+
+def _type_of_shards(operands: Sequence[Labels], result: Labels, given: Sequence[AxisType]) -> AxisType:
+    """What an operation makes of shards: of terms of a sum, if it sums over the dimension that they are along."""
+    cut = {_cut(labels, d) for labels, (kind, d) in zip(operands, given, strict=True) if kind is SHARDED}
+    if any(_is_summed(factors, operands, result, given) for _, factors in cut):
+        return _SUM
+    if len(cut) > 1:
+        return SHARDS
+    ((is_flat, factors),) = cut
+    if is_flat:
+        return (SHARDED, FLAT) if factors == tuple(chain.from_iterable(result)) else SHARDS
+    places = [i for i, each in enumerate(result) if {*factors} & {*each}]
+    return (SHARDED, places[0]) if places else SHARDS
+
+
+def _is_summed(
+    factors: Sequence[str | int], operands: Sequence[Labels], result: Labels, given: Sequence[AxisType]
+) -> bool:
+    """Whether a result is a sum over factors, and all operands that have them are shards."""
+    if not factors or not {*factors}.isdisjoint(chain.from_iterable(result)):
+        return False
+    return all(
+        kind is SHARDED or {*factors}.isdisjoint(chain.from_iterable(labels))
+        for labels, (kind, _) in zip(operands, given, strict=True)
+    )
+
+
+def _cut(labels: Labels, dimension: int | None) -> tuple[bool, tuple[str | int, ...]]:
+    """Whether shards are of the flattened value; and the factors that are divided."""
+    if dimension == FLAT:
+        return True, tuple(chain.from_iterable(labels)) if all(labels) else ()
+    return False, () if dimension is None or dimension >= len(labels) else labels[dimension][:1]

@@ -268,12 +268,16 @@ def _gradients(
     means, backward = autodiff_with_accumulation(forward, trained, [loss], dtype=popxl.float32, memory=memory)
     accumulators = means.init("gradients")
     ops.var_updates.accumulator_zero_(accumulators.mean_accum_counter)
-    losses = []
+    total: popxl.Tensor = popxl.constant(0.0, popxl.float32)
     for batch in batches:
-        site = bound.call_with_info(*batch)
+        # A micro-batch begins when the gradients of those before are accumulated. Otherwise XLA postpones updates, or
+        # computes several micro-batches together, and holds what they need meanwhile.
+        for each in accumulators.accum.tensors:
+            total = ops.available_after(total, each)
+        site = bound.call_with_info(*(ops.available_after(t, total) for t in batch))
         backward.bind(accumulators).call(start, args=backward.grad_graph_info.inputs_dict(site))
-        losses.append(_upcast(site.outputs[0]))
-    return ops.add_n(*losses) / count, accumulators.accum
+        total = total + _upcast(site.outputs[0])
+    return total / count, accumulators.accum
 
 
 def _loaded(given: popxl.Tensor | popxl.HostToDeviceStream, precision: MixedPrecision | None) -> popxl.Tensor:

@@ -177,6 +177,13 @@ def test_accumulation(plain: tuple[Any, ...]) -> None:
     assert_same(trained("nothing", accumulate=3), trained(None, accumulate=3))
 
 
+@pytest.mark.thorough(but_each=3)
+@pytest.mark.parametrize("way", ["inlined", "kept", "rolled"])
+def test_micro_batches_are_in_memory_one_after_the_other(way: str) -> None:
+    one, four = (trained("everything", way=way, accumulate=count)[3] for count in (1, 4))
+    assert four < 1.3 * one
+
+
 def test_a_plan_is_data(plain: tuple[Any, ...], tmp_path: Path) -> None:
     plan = (
         trained("everything")[2]

@@ -39,7 +39,7 @@ from tests.targets.tables import Table
 TARGETS = ("gpu h100", "tpu v5e", "tpu v5p")
 SHARES = (75, 50, 35)
 LAYERS = 4
-MORE_ON_TPUS = 8  # times as many samples: what is smaller lies in the 128 MB within a chip, and takes none of its memory
+MORE_ON_TPUS = 8  # times as many samples: smaller activations stay in VMEM, 128 MB within a chip
 POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 HEAD = """\
 | | program | % | budget, MB | compiled, MB | used, % | compilations | GB | Gflop | best policy of JAX | GB | Gflop |

@@ -36,6 +36,7 @@ from popxl.analysis.value_lints import (
     transposed_weights,
     unread_batches,
 )
+from popxl.core.aliasing import callees_first
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
 
@@ -95,8 +96,7 @@ def outliers(report: Report) -> Iterator[Finding]:
         return
     updates: list[_Update] = []
     stored: list[tuple[Tensor, _Reduced]] = []
-    for graph in (graph for graph, found in report.index.items() if any(map(report.reductions.get, found.collectives))):
-        made, out = _reduced_updates(graph, mesh, report)
+    for made, out in _reduced_values(mesh, report):
         yield from _outlying_updates(mesh, made)
         updates += made
         stored += out
@@ -117,9 +117,28 @@ def outliers(report: Report) -> Iterator[Finding]:
     yield from _initial_values(mesh, report)
 
 
-def _reduced_updates(graph: Graph, mesh: Mesh, report: Report) -> tuple[list[_Update], list[tuple[Tensor, _Reduced]]]:
-    """Changes by reduced values in a graph, and the single numbers of reduced values that it stores."""
-    known: dict[Tensor, _Reduced] = {}
+def _reduced_values(mesh: Mesh, report: Report) -> Iterator[tuple[list[_Update], list[tuple[Tensor, _Reduced]]]]:
+    """Updates and stored numbers of each graph that reduces values, or calls a graph that returns reduced values."""
+    returned: dict[Graph, Mapping[int, _Reduced]] = {}
+    for graph in callees_first(next(iter(report.index))):
+        found = report.index[graph]
+        from_calls = {
+            op.outputs[i]: how for op in found.calls for i, how in returned.get(op.called_graphs[0], {}).items()
+        }
+        if from_calls or any(map(report.reductions.get, found.collectives)):
+            known = dict(from_calls)
+            yield _reduced_updates(graph, mesh, report, known)
+            returned[graph] = {i: known[t] for i, t in enumerate(graph.outputs) if t in known}
+
+
+def _reduced_updates(
+    graph: Graph, mesh: Mesh, report: Report, known: dict[Tensor, _Reduced]
+) -> tuple[list[_Update], list[tuple[Tensor, _Reduced]]]:
+    """Changes by reduced values in a graph, and the single numbers of reduced values that it stores.
+
+    Args:
+        known: the reduced values that calls return; all others of the graph are added.
+    """
     updates: list[_Update] = []
     stored: list[tuple[Tensor, _Reduced]] = []
     reached = known.keys()
@@ -132,7 +151,8 @@ def _reduced_updates(graph: Graph, mesh: Mesh, report: Report) -> tuple[list[_Up
         if behind and op.modified:
             updates += _updates(mesh, report, op, {t: known[t] for t in behind})
         found = _reduced_result(op, behind, known, report)
-        for t in (*op.outputs, *[op.inputs[i] for i in op.modified]):
+        made = () if op.called_graphs else op.outputs  # what a call returns is known
+        for t in (*made, *[op.inputs[i] for i in op.modified]):
             if found is not None:
                 known[t] = found
             else:

@@ -8,8 +8,10 @@ from functools import lru_cache
 from itertools import compress, repeat
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from popxl.analysis.mesh import Mesh, mesh_of
-from popxl.analysis.op_effects import op_effect, propagated_axes, result_types
+from popxl.analysis.op_effects import makes_zero, op_effect, propagated_axes, result_types
 from popxl.analysis.op_index import index_ops
 from popxl.analysis.replication import (
     FLAT,
@@ -35,6 +37,7 @@ from popxl.analysis.replication import (
     reduced_slot,
     variable_types,
 )
+from popxl.analysis.sharding_rules import ZERO
 from popxl.analysis.type_findings import TypeFindings
 from popxl.core.aliasing import add_alias
 from popxl.core.tensor import Constant, Tensor, Variable
@@ -80,6 +83,7 @@ class TypeInference:
         self.mesh, self.report = mesh, report
         self.width = len(mesh.names)
         self.given: ReplicaType = (LITERAL,) * self.width
+        self.zero: ReplicaType = (ZERO,) * self.width
         self.unknown: ReplicaType = (NOT_KNOWN,) * self.width
         self.outcomes: dict[tuple[Graph, tuple[ReplicaType, ...]], _Outcome] = {}
         self.findings = TypeFindings(report, mesh)
@@ -146,12 +150,12 @@ class _Contents(dict[Tensor, ReplicaType]):
 
     def __init__(self, program: TypeInference, held: Iterable[tuple[Tensor, ReplicaType]]) -> None:
         super().__init__(held)
-        self.given, self.unknown = program.given, program.unknown
+        self.given, self.zero, self.unknown = program.given, program.zero, program.unknown
 
     def __missing__(self, t: Tensor) -> ReplicaType:
         op = t.producer
         if op is None:
-            return self.given
+            return self.zero if isinstance(t, Constant) and not np.any(t.data) else self.given
         if op.kind.view is not None:
             bases = join_all(self.of(op.inputs)) if op.inputs else self.given
             return tuple(_view_type(op, along) for along in bases) if _has_known_dimensions(bases) else bases
@@ -242,14 +246,17 @@ class _GraphInference:
         if kind.overwrites is not None and kind.overwrites.forgets(op.attributes):
             return [_join_of_others(types, op.modified) or self.program.given]
         if not types:
-            return [self.program.given]
+            return [self.program.zero if op.attributes.get("init_type") == "zero" else self.program.given]
         found = join_all(types)
         if kind.asserts:
             return [self.asserted_type(op, found)]
         if kind.contracts is not None and self.findings.divided:
             self.findings.missing_sum(op, types, self.is_given)
         if not propagated_axes(found) or kind.is_carried_out_by_others:
-            return [found]
+            if (zero := self.program.zero) not in types:
+                return [found]
+            is_zero = makes_zero(op, {i for i, each in enumerate(types) if each == zero})
+            return [zero if is_zero else self.program.given if found == zero else found]
         made, flaws = op_effect(op, types, found)
         for i, flaw in flaws if not op.modified else ():
             self.findings.nonlinear_use(op, i, [t[i] for t in types], flaw)

@@ -6,7 +6,7 @@ jaxpr of its function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -105,6 +105,14 @@ def is_linear(op: Op) -> bool:
     return not flaws and all(each == summed for each in made)
 
 
+def makes_zero(op: Op, zeros: Collection[int]) -> bool:
+    """Whether the results are zero because the operands at these positions are."""
+    rule = op.kind.sharding_rule
+    return rule is not None and any(
+        together and together.issubset(zeros) for together in rule.linear_positions(op.operand_names())
+    )
+
+
 def result_types(op: Op, given: Sequence[AxisType]) -> Propagated:
     """Result types of an op along one axis, and flaws; unknown types if its function refuses the operands.
 
@@ -115,7 +123,7 @@ def result_types(op: Op, given: Sequence[AxisType]) -> Propagated:
 
 
 def _propagated(op: Op, signature: Hashable, given: Sequence[AxisType]) -> Propagated:
-    if (rule := _declared_rule(op)) is not None and covers(rule, given):
+    if (rule := _declared_rule(op)) is not None and covers(rule, given, [t.shape for t in op.inputs]):
         flaws: Flaws = {}
         return types_by_rule(rule, given, flaws), tuple(flaws)
     traced = _remembered(_TRACES, op, signature, _trace)

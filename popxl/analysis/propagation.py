@@ -7,7 +7,7 @@ primitives leave shards along an unknown dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,8 +132,11 @@ def _labels(equation: Any) -> tuple[Sequence[Labels], Labels]:
             tuple(("k",) if d == k else () for d in range(len(s))) for s, k in zip(shapes, features, strict=True)
         ], ()
     if name == "broadcast_in_dim":
-        places = [*parameters["broadcast_dimensions"]]
-        return [tuple((d,) for d in places)], tuple((d,) if d in places else () for d in range(len(shape)))
+        places = [
+            d if size == shape[d] else None
+            for d, size in zip(parameters["broadcast_dimensions"], shapes[0], strict=True)
+        ]
+        return [_at(places)], _at(d if d in places else None for d in range(len(shape)))
     if name == "squeeze":
         gone = [d % ranks[0] for d in parameters["dimensions"]]
         kept = [(d,) for d in range(ranks[0]) if d not in gone]
@@ -151,13 +154,19 @@ def _labels(equation: Any) -> tuple[Sequence[Labels], Labels]:
         return operands, result
     if name.startswith(("reduce_", "arg", "sort", "top_k", "cum", "gather")):
         return [((),) * rank for rank in ranks], ((),) * len(shape)
-    every = tuple((d,) for d in range(len(shape)))
-    return [every if _is_broadcast(each, shape) else ((),) * len(each) for each in shapes], every
+    return [_broadcast(each, shape) for each in shapes], _at(range(len(shape)))
 
 
-def _is_broadcast(shape: Sequence[int], result: Sequence[int]) -> bool:
-    """Whether an operand has the dimensions of the result, or is of size 1 along some."""
-    return len(shape) == len(result) and all(size in (1, of) for size, of in zip(shape, result, strict=True))
+def _broadcast(shape: Sequence[int], result: Sequence[int]) -> Labels:
+    """Labels of an operand that has the dimensions of the result, or is of size 1 along some, which have none."""
+    if len(shape) != len(result) or any(size not in (1, of) for size, of in zip(shape, result, strict=True)):
+        return ((),) * len(shape)
+    return _at(d if size == result[d] else None for d, size in enumerate(shape))
+
+
+def _at(places: Iterable[int | None]) -> Labels:
+    """Labels of dimensions that are those of a result at these places."""
+    return tuple(() if d is None else (d,) for d in places)
 
 
 def _product(ranks: Sequence[int], contracted: Any, batch: Any) -> tuple[Sequence[Labels], Labels]:

@@ -55,11 +55,24 @@ class Rule(NamedTuple):
     floats: Sequence[bool]
 
 
-def covers(rule: Rule, given: Sequence[AxisType]) -> bool:
-    """Whether no operand has shards along a dimension that the operation does not treat element by element."""
+def covers(rule: Rule, given: Sequence[AxisType], shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether no operand has shards along a dimension that the operation does not treat element by element, or that is
+    broadcast to one that is not divided."""
     return all(
-        kind is not SHARDED or d is None or _cut(labels, d)[1]
-        for labels, (kind, d) in zip(rule.operands, given, strict=True)
+        kind is not SHARDED
+        or d is None
+        or (_cut(labels, d)[1] and (d == FLAT or shape[d] > 1 or _is_divided(labels[d], rule, given, shapes)))
+        for labels, (kind, d), shape in zip(rule.operands, given, shapes, strict=True)
+    )
+
+
+def _is_divided(
+    factors: Sequence[str | int], rule: Rule, given: Sequence[AxisType], shapes: Sequence[tuple[int, ...]]
+) -> bool:
+    """Whether all operands in which a dimension is larger than 1 are shards."""
+    return all(
+        kind is SHARDED or all(size == 1 for size, each in zip(shape, labels, strict=True) if each == factors)
+        for labels, (kind, _), shape in zip(rule.operands, given, shapes, strict=True)
     )
 
 
@@ -139,7 +152,7 @@ def _type_of_shards(operands: Sequence[Labels], result: Labels, given: Sequence[
     ((is_flat, factors),) = cut
     if is_flat:
         return (SHARDED, FLAT) if factors == tuple(chain.from_iterable(result)) else SHARDS
-    places = [i for i, each in enumerate(result) if {*factors} & {*each}]
+    places = [i for i, each in enumerate(result) if each and each[:1] == factors]  # of an inner factor, no dimension
     return (SHARDED, places[0]) if places else SHARDS
 
 

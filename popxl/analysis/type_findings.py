@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from popxl.analysis.means import share_of_mean
 from popxl.analysis.mesh import Mesh
 from popxl.analysis.replication import (
@@ -31,7 +29,7 @@ from popxl.analysis.replication import (
     is_term,
     unreduced_slot,
 )
-from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.core.tensor import Tensor, Variable
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
@@ -108,7 +106,7 @@ class TypeFindings:
                 f"{op.op_type} of each is taken, which is not linear: the sum of the results is not that of the sum. "
                 "Reduce {t} first, with `ops.collectives.replicated_all_reduce`.",
             )  # fmt: skip
-        elif not (others and all(isinstance(each, Constant) and not np.any(each.data) for each in others)):
+        else:
             more = f"`{others[0].path}`" if others else "a constant"
             self.find(
                 "partial plus replicated", False, op, t, [axis],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from string import ascii_letters
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from popxl import dtypes
 from popxl.core.create import constant
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, taken_back_on_failure
+from popxl.core.traits import ShardingRule
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL
 from popxl.ops.kernels import sums
@@ -44,13 +47,22 @@ def _has_axis(t: Any, *, axis: int) -> TensorSpec:
     return like_first(t)
 
 
-_softmax_grad = OpKind("SoftmaxGrad", _softmax_backward, shape=like_first)
+def _before(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> str:
+    """Subscripts of the dimensions before `axis`, which are rows."""
+    rank = len(shapes[0])
+    rows = ascii_letters[: attributes["axis"] % rank]
+    return f"{rows}{'_' * (rank - len(rows))}->{rows}{'_' * (rank - len(rows))}"
+
+
+_softmax_grad = OpKind(
+    "SoftmaxGrad", _softmax_backward, shape=like_first, traits=[ShardingRule(_before, linear=("g",))]
+)
 _softmax = OpKind(
     "Softmax",
     _softmax_lowering,
     shape=_has_axis,
     gradient={"t": lambda g, out, axis: _softmax_grad(g, out, axis=axis)},
-    traits=REAL,
+    traits=[*REAL, ShardingRule(_before)],
 )
 
 

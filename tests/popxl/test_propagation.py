@@ -38,6 +38,12 @@ def terms() -> popxl.Tensor:
     return (same(5, 8) @ divided(1, 8, 6, name="up")) @ divided(0, 6, 8, name="down")
 
 
+def a_sum_over_turns() -> popxl.Tensor:
+    """A decayed sum of terms over the turns of a loop, which starts at zero."""
+    zeros, t = popxl.constant(np.zeros((5, 8), np.float32)), terms()
+    return ops.repeat(t.ir.create_graph(lambda total, t: total * 0.9 + t, zeros, t), 3, zeros, t)[0]
+
+
 # Types ----------------------------------------------------------------------------------------------------------------
 
 
@@ -53,13 +59,19 @@ def terms() -> popxl.Tensor:
         (lambda: ops.sum(divided(0, 5, 6) * divided(0, 5, 6, name="b")), "partial"),
         (lambda: divided(1, 5, 6).reshape((5, 3, 2)), "sharded 1"),
         (lambda: divided(1, 5, 6).reshape((5, 1, 6)), "sharded"),  # which of the two is divided?
-        (lambda: divided(1, 5, 6, 2).transpose((2, 1, 0)).reshape((12, 5)), "sharded 0"),
+        (lambda: divided(1, 5, 6, 2).transpose((1, 2, 0)).reshape((12, 5)), "sharded 0"),
+        (lambda: divided(1, 5, 6, 2).transpose((2, 1, 0)).reshape((12, 5)), "sharded"),  # inside of the dimension
+        (lambda: ops.softmax(divided(1, 2, 3, 5), axis=2), "sharded 1"),
+        (lambda: ops.sum(divided(0, 1, 8) * same(5, 8), axis=0), "sharded"),  # one row on each replica, for all five
         (lambda: ops.gelu(divided(1, 5, 6)) * 2, "sharded 1"),
         (lambda: double(terms()), "partial"),
         (lambda: ops.concat([terms(), -terms()], axis=0), "partial"),
         (lambda: ops.where(same(5, 8) > 0, terms(), popxl.constant(0.0)), "partial"),
         (lambda: ops.gather(terms(), popxl.constant([1, 0])), "partial"),
         (lambda: terms() * same(5, 8) / 3, "partial"),
+        (lambda: terms() + ops.init((5, 8), F32), "partial"),
+        (lambda: ops.concat([terms(), popxl.constant(np.zeros((2, 8), np.float32))]), "partial"),
+        (lambda: a_sum_over_turns(), "partial"),
     ],
 )
 def test_types(make: Callable[[], popxl.Tensor], expected: str) -> None:

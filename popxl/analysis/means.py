@@ -20,7 +20,7 @@ def share_of_mean(t: Tensor) -> float | None:
         return share_of_mean(op.called_graphs[0].outputs[op.outputs.index(t)])
     if op.op_type == "ReduceMean" or op.attributes.get("reduction") == "mean":
         return 1.0
-    if op.op_type in ("Cast", "Identity") or op.kind.view is not None:
+    if op.op_type in ("AvailableAfter", "AvailableAfterAll", "Cast", "Identity") or op.kind.view is not None:
         return share_of_mean(op.inputs[0])
     if op.op_type in ("Add", "Sum"):
         shares = [share for each in op.inputs if (share := share_of_mean(each)) is not None]

@@ -123,7 +123,10 @@ def _reduced_values(mesh: Mesh, report: Report) -> Iterator[tuple[list[_Update],
     for graph in callees_first(next(iter(report.index))):
         found = report.index[graph]
         from_calls = {
-            op.outputs[i]: how for op in found.calls for i, how in returned.get(op.called_graphs[0], {}).items()
+            op.outputs[i]: how
+            for op in found.calls
+            for i, how in returned.get(op.called_graphs[0], {}).items()
+            if op.outputs[i].nelms > 1  # what reduces a single number that a graph returns makes it a loss
         }
         if from_calls or any(map(report.reductions.get, found.collectives)):
             known = dict(from_calls)
@@ -324,9 +327,9 @@ def _losses(
 ) -> Iterator[Finding]:
     """Single numbers that are stored, and reduced otherwise than the gradients."""
     by_axis: dict[int, set[str]] = defaultdict(set)
-    for axes, reduction in {(each.axes, op.attributes["op"]) for each in updates for op in each.how.by}:
-        for i in axes:
-            by_axis[i].add(reduction)
+    for axes, op in {(each.axes, op) for each in updates for op in each.how.by}:
+        for i in {*axes}.intersection(mesh.axes_of(op)):
+            by_axis[i].add(op.attributes["op"])
     for t, how in stored:
         op = how.by[-1]
         if missing := [i for i, (kind, _) in enumerate(report.types[t]) if kind is VARYING and i in by_axis]:

@@ -250,6 +250,22 @@ def one_of_two_gradients_is_scaled() -> None:
     update(b, c.replicated_all_reduce(h.T @ dy, "mean") * 8.0)  # found
 
 
+def a_sum_among_means_in_a_called_graph() -> None:
+    x, *weights = fed(5, 8), *(weight(8, n, name=f"w{n}") for n in (3, 4, 6))
+
+    def gradients(x: popxl.Tensor, *weights: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
+        first, second, third = (x.T @ (x @ w) for w in weights)
+        return (
+            c.replicated_all_reduce(first, "mean"),
+            c.replicated_all_reduce(second, "add"),  # found
+            c.replicated_all_reduce(third, "mean"),
+        )
+
+    graph = popxl.gir().create_graph(gradients, x, *weights)
+    for w, g in zip(weights, ops.call(graph, x, *weights), strict=True):
+        update(w, g)
+
+
 def a_scaled_sum_of_squares() -> None:
     """The only sum of terms: its scale is that of a mean, and what is summed is none."""
     w = divided(1, 8, 6)
@@ -262,6 +278,7 @@ def a_scaled_sum_of_squares() -> None:
         (a_layer_that_enters_the_next_without_a_sum, "partial plus replicated"),
         (a_gradient_that_enters_the_layer_before_without_a_sum, "partial plus replicated"),
         (one_of_two_gradients_is_scaled, "factor of replicas"),
+        (a_sum_among_means_in_a_called_graph, "mixed reductions"),
         (a_scaled_sum_of_squares, "factor of replicas"),
         (a_turned_weight, "transposed weight"),
         (the_batch_of_one_replica, "same batch"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from popxl import dtypes
 from popxl.analysis.mesh import Mesh, mesh_of
 from popxl.analysis.op_effects import makes_zero, op_effect, propagated_axes, result_types
 from popxl.analysis.op_index import index_ops
@@ -258,7 +259,8 @@ class _GraphInference:
             is_zero = makes_zero(op, {i for i, each in enumerate(types) if each == zero})
             return [zero if is_zero else self.program.given if found == zero else found]
         made, flaws = op_effect(op, types, found)
-        for i, flaw in flaws if not op.modified else ():
+        decides = all(t.dtype is dtypes.bool for t in op.outputs)  # such as whether a number is finite
+        for i, flaw in flaws if not op.modified and not decides else ():
             self.findings.nonlinear_use(op, i, [t[i] for t in types], flaw)
         return made
 

@@ -119,6 +119,15 @@ def in_pieces() -> None:
     update(piece, c.replicated_reduce_scatter(g, "mean", None, True))
 
 
+def skipped_if_not_finite() -> None:
+    """Each replica looks at its shard, and all skip an update if one of them does."""
+    x, w = c.assert_replicated(fed(5, 8), "tensor"), divided(1, 8, 6)
+    dw = c.replicated_all_reduce(x.T @ ops.tanh(x @ w), "mean", group="data")
+    is_bad = ops.cast(ops.logical_not(ops.isfinite(ops.sum(dw))), F32)
+    is_any = c.replicated_all_reduce(is_bad, "max", group="tensor") > 0.0
+    update(w, ops.where(is_any, popxl.constant(0.0), dw))
+
+
 def in_a_loop() -> None:
     w, x = weight(8, 3), fed(5, 8)
 
@@ -158,6 +167,7 @@ def trained(sharded: bool) -> None:
         pieces_that_are_summed,
         counted,
         in_pieces,
+        skipped_if_not_finite,
         in_a_loop,
         with_code_that_is_loaded,
         pytest.param(partial(trained, sharded=False), marks=pytest.mark.thorough),

@@ -8,8 +8,6 @@ from functools import lru_cache
 from itertools import compress, repeat
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from popxl import dtypes
 from popxl.analysis.mesh import Mesh, mesh_of
 from popxl.analysis.op_effects import makes_zero, op_effect, propagated_axes, result_types
@@ -156,7 +154,7 @@ class _Contents(dict[Tensor, ReplicaType]):
     def __missing__(self, t: Tensor) -> ReplicaType:
         op = t.producer
         if op is None:
-            return self.zero if isinstance(t, Constant) and not np.any(t.data) else self.given
+            return self.zero if isinstance(t, Constant) and not t.data.any() else self.given
         if op.kind.view is not None:
             bases = join_all(self.of(op.inputs)) if op.inputs else self.given
             return tuple(_view_type(op, along) for along in bases) if _has_known_dimensions(bases) else bases

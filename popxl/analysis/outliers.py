@@ -119,17 +119,17 @@ def outliers(report: Report) -> Iterator[Finding]:
 
 def _reduced_values(mesh: Mesh, report: Report) -> Iterator[tuple[list[_Update], list[tuple[Tensor, _Reduced]]]]:
     """Updates and stored numbers of each graph that reduces values, or calls a graph that returns reduced values."""
+    reducing = [graph for graph, found in report.index.items() if any(map(report.reductions.get, found.collectives))]
+    main = next(iter(report.index))
     returned: dict[Graph, Mapping[int, _Reduced]] = {}
-    for graph in callees_first(next(iter(report.index))):
-        found = report.index[graph]
-        from_calls = {
+    for graph in reducing if reducing == [main] else callees_first(main):
+        known = {
             op.outputs[i]: how
-            for op in found.calls
+            for op in report.index[graph].calls
             for i, how in returned.get(op.called_graphs[0], {}).items()
             if op.outputs[i].nelms > 1  # what reduces a single number that a graph returns makes it a loss
         }
-        if from_calls or any(map(report.reductions.get, found.collectives)):
-            known = dict(from_calls)
+        if known or graph in reducing:
             yield _reduced_updates(graph, mesh, report, known)
             returned[graph] = {i: known[t] for i, t in enumerate(graph.outputs) if t in known}
 

@@ -257,9 +257,9 @@ class _GraphInference:
             is_zero = makes_zero(op, {i for i, each in enumerate(types) if each == zero})
             return [zero if is_zero else self.program.given if found == zero else found]
         made, flaws = op_effect(op, types, found)
-        decides = all(t.dtype is dtypes.bool for t in op.outputs)  # such as whether a number is finite
-        for i, flaw in flaws if not op.modified and not decides else ():
-            self.findings.nonlinear_use(op, i, [t[i] for t in types], flaw)
+        if flaws and not op.modified and not all(t.dtype is dtypes.bool for t in op.outputs):  # unlike `isnan`
+            for i, flaw in flaws:
+                self.findings.nonlinear_use(op, i, [t[i] for t in types], flaw)
         return made
 
     def asserted_type(self, op: Op, before: ReplicaType) -> ReplicaType:

@@ -36,7 +36,6 @@ from popxl.analysis.value_lints import (
     transposed_weights,
     unread_batches,
 )
-from popxl.core.aliasing import callees_first
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
 
@@ -119,17 +118,16 @@ def outliers(report: Report) -> Iterator[Finding]:
 
 def _reduced_values(mesh: Mesh, report: Report) -> Iterator[tuple[list[_Update], list[tuple[Tensor, _Reduced]]]]:
     """Updates and stored numbers of each graph that reduces values, or calls a graph that returns reduced values."""
-    reducing = [graph for graph, found in report.index.items() if any(map(report.reductions.get, found.collectives))]
-    main = next(iter(report.index))
     returned: dict[Graph, Mapping[int, _Reduced]] = {}
-    for graph in reducing if reducing == [main] else callees_first(main):
+    for graph in report.graphs:  # callees first
+        found = report.index[graph]
         known = {
             op.outputs[i]: how
-            for op in report.index[graph].calls
+            for op in found.calls
             for i, how in returned.get(op.called_graphs[0], {}).items()
             if op.outputs[i].nelms > 1  # what reduces a single number that a graph returns makes it a loss
         }
-        if known or graph in reducing:
+        if known or any(map(report.reductions.get, found.collectives)):
             yield _reduced_updates(graph, mesh, report, known)
             returned[graph] = {i: known[t] for i, t in enumerate(graph.outputs) if t in known}
 

@@ -257,7 +257,8 @@ class _GraphInference:
             is_zero = makes_zero(op, {i for i, each in enumerate(types) if each == zero})
             return [zero if is_zero else self.program.given if found == zero else found]
         made, flaws = op_effect(op, types, found)
-        if flaws and not op.modified and not all(t.dtype is dtypes.bool for t in op.outputs):  # unlike `isnan`
+        is_test = flaws and all(t.dtype is dtypes.bool for t in op.outputs)  # a test of values, as `isnan`
+        if not op.modified and not is_test:
             for i, flaw in flaws:
                 self.findings.nonlinear_use(op, i, [t[i] for t in types], flaw)
         return made

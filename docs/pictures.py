@@ -123,7 +123,7 @@ def run_cold() -> str:
             [
                 ("Ir", "graphs, checked: order of updates, likely mistakes"),
                 ("Device", "which devices, or a target that is not here"),
-                ("Destination", "platform, replicas and their places, as a value"),
+                ("CompileTarget", "platform, replicas and their places, as a value"),
                 ("Layout", "where streams, variables and buffers are"),
                 ("Decision", "one program, rerolled loops, or a plan"),
             ],

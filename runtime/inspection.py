@@ -62,7 +62,7 @@ def report_of(ir: Ir, program: CompiledProgram, runner: Runner | None = None) ->
         size=_size(main, program),
         work=_work(runs),
         pieces=_segment_reports(main, program, ops),
-        precision=_precision(ir.options.precision, program.layout.destination.platform),
+        precision=_precision(ir.options.precision, program.layout.compile_target.platform),
         seconds=program.seconds,
         memory=memory,
         offloaded=_offloaded(main, program, memory),
@@ -90,7 +90,7 @@ def _loops(program: CompiledProgram) -> tuple[LoopReport, ...]:
 
 def _offloaded(main: Graph, program: CompiledProgram, memory: Memory) -> str | None:
     """What becomes of offloaded tensors, in a sentence or two; `None` without any, and where both memories are one."""
-    is_one = program.layout.destination.platform == "cpu"
+    is_one = program.layout.compile_target.platform == "cpu"
     if is_one or not any(offloads(graph.ops) for graph in reachable(main)):
         return None
     if not memory.temporaries_on_host:

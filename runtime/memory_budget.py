@@ -98,7 +98,7 @@ def compiled_program(ir: Ir, program: CompiledProgram, applied: Sequence[Any]) -
             "plan (`setMemoryPlan`). Nothing runs, so a program has to train before it runs anything else."
         )
     release = "read" if applied[0].is_whole else _RELEASES.get(program.layout.calls, "call")
-    may_offload = program.layout.calls == "rolled" and program.layout.destination.platform == "tpu"
+    may_offload = program.layout.calls == "rolled" and program.layout.compile_target.platform == "tpu"
     memory, cost = memory_of_program(ir, program), cost_of(program)
     return Compiled(ir, memory, cost, chip_of(program), may_offload, release, applied[0])
 

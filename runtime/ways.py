@@ -14,7 +14,7 @@ from runtime.costs.program_cost import cost_of
 from runtime.files.cache import cached_mode, keep_way
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
 from runtime.program.laying_out import layout_for
-from runtime.targets.destination import DoesNotFit
+from runtime.targets.compile_target import DoesNotFit
 from runtime.targets.devices import Device
 
 

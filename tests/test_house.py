@@ -107,7 +107,7 @@ def test_what_is_there_for_cpus_is_imported_for_cpus_only() -> None:
     assert found("runtime", r"\n *(from|import) runtime\.cpu\b.*", "runtime/cpu/") == [
         "runtime/lowering/platform_hooks.py: \n        "
         "from runtime.cpu import collective_lock, feeds, kernel_overrides, update_order",
-        "runtime/targets/destination.py: \n        from runtime.cpu.flags import compile_options",
+        "runtime/targets/compile_target.py: \n        from runtime.cpu.flags import compile_options",
     ]
     for package in ("popxl", "popxl_addons", "poptorch"):
         assert not found(package, r"runtime\.cpu\b")

@@ -87,7 +87,7 @@ def cost_of(program: CompiledProgram) -> Cost:
         copies=total.copies,
         collectives=collectives,
         uses=_by_line(account.collectives, count),
-        cycles=cycles if program.layout.destination.platform == "tpu" else None,
+        cycles=cycles if program.layout.compile_target.platform == "tpu" else None,
         compile_seconds=program.seconds,
         graphs=graphs,
         seconds=estimate,
@@ -279,7 +279,7 @@ def _copying(program: CompiledProgram, figures: Chip | None) -> Callable[[int], 
     """Seconds of a copy between the IPUs of a replica: over the slowest wires that any of these use."""
     if figures is None:
         return lambda nbytes: 0.0
-    devices = program.layout.destination.devices
+    devices = program.layout.compile_target.devices
     places = dict(zip(devices, places_of(figures, devices), strict=True))
     of_one = [places[options.replicas.devices[0]] for options in program.layout.compile_options.values()]
     spans = spans_of(figures, of_one, [*places.values()]) or (LinkSpan(figures.levels[0], 2),)

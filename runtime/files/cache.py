@@ -31,7 +31,7 @@ from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.program.writing import fingerprint
 from runtime.signals import scratch_folder
-from runtime.targets.destination import Destination
+from runtime.targets.compile_target import CompileTarget
 from runtime.targets.devices import Device, DeviceType
 
 SUFFIX = ".popef"
@@ -137,7 +137,7 @@ def _path(ir: Ir, device: Device, calls: str) -> Path | None:
     known = {
         "program": program,
         "calls": calls,
-        "made for": Destination(device.jax_devices).build_stamp.model_dump(),
+        "made for": CompileTarget(device.jax_devices).build_stamp.model_dump(),
         "devices": [each.id for each in device.jax_devices],
         "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
     }

@@ -23,7 +23,7 @@ from popxl.ir import Ir
 from popxl.program import reading, writing
 from runtime.files.executables import Executable, described, restored
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_uncached, is_serializable
-from runtime.targets.destination import VERSIONS, BuildStamp, build_stamp
+from runtime.targets.compile_target import VERSIONS, BuildStamp, build_stamp
 from runtime.targets.devices import Device, find_device
 from runtime.targets.offline import Target
 
@@ -69,7 +69,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: CompiledProgram) -> Non
         executables.append(about)
         parts[f"{_EXECUTABLE}{number}"] = content
     header = About(
-        target=program.layout.destination.build_stamp,
+        target=program.layout.compile_target.build_stamp,
         device=program.device.name if program.device.target is None else program.device.target.kind,
         calls=program.layout.calls,
         executables=executables,

@@ -3,8 +3,8 @@
 A buffer is an array with one row for each slot, which a program takes and returns like the variables that it changes.
 Loads and stores are slices of it.
 
-On an accelerator the array is in host memory, and only slots are transferred; see `runtime.targets.destination`. Slots
-are there padded to whole blocks, the tiles of TPU arrays: TPUs do not slice within a block, and fetch a whole buffer if
+On an accelerator the array is in host memory, and only slots are transferred; see `CompileTarget.on_host`. Slots are
+padded to whole blocks there, the tiles of TPU arrays: TPUs do not slice within a block, and fetch a whole buffer if
 they choose another layout for it.
 """
 
@@ -38,7 +38,7 @@ from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment
 from runtime.lowering.lower import Lowering
 from runtime.lowering.registry import register_lowering
-from runtime.targets.destination import HOST
+from runtime.targets.compile_target import HOST
 from runtime.targets.replicas import Replicas, is_on_host
 
 BLOCK = (8, 128)

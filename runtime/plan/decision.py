@@ -13,7 +13,7 @@ from popxl.options import SessionOptions
 from runtime.plan.choice import REPEATED, SMALLEST, SegmentationPolicy
 from runtime.plan.placement import IpuPlacement
 from runtime.plan.planning import plan_of
-from runtime.targets.destination import Destination
+from runtime.targets.compile_target import CompileTarget
 
 if TYPE_CHECKING:
     from runtime.plan.loop_rerolling.rerolling import Rerolling
@@ -63,36 +63,36 @@ class Decision(NamedTuple):
 def decide(
     main: Graph,
     options: SessionOptions,
-    destination: Destination,
+    compile_target: CompileTarget,
     held: Collection[Tensor],
     changed: Sequence[Tensor],
     calls: str | None,
 ) -> Decision:
-    """Decide how to compile a program for a destination.
+    """Decide how to compile a program for a compile target.
 
     Args:
         main: graph to run.
         options: options of its Ir.
-        destination: compile target.
+        compile_target: compile target.
         held: storages of its variables.
         changed: storages among these that it changes.
         calls: form of called graphs, if a file specifies it.
     """
     smallest = {"auto": SMALLEST, "kept": SMALLEST, "inlined": None}.get(options.calledGraphs, 1)
-    places, of_places = _placement(main, options, destination, changed, smallest)
+    places, of_places = _placement(main, options, compile_target, changed, smallest)
     choice = SegmentationPolicy(main, smallest, places)
     if places is not None:
         return Decision("dispatched", of_places, choice, places)
     if calls is not None:
-        return _with_known_mode(main, held, options, destination, calls, "It was so in the file.", choice)
-    if options.calledGraphs == "kept" and destination.platform == "tpu":
+        return _with_known_mode(main, held, options, compile_target, calls, "It was so in the file.", choice)
+    if options.calledGraphs == "kept" and compile_target.platform == "tpu":
         reason = "`ir.options.calledGraphs` is 'kept', but XLA for TPUs writes out every call."
         return Decision("inlined", reason + of_places, choice)
     if options.calledGraphs != "auto":
         reason = f"`ir.options.calledGraphs` is {options.calledGraphs!r}.{of_places}"
-        return _with_known_mode(main, held, options, destination, options.calledGraphs, reason, choice)
-    if destination.platform != "cpu":
-        an_op = SECONDS_AN_OP.get(destination.platform, max(SECONDS_AN_OP.values()))
+        return _with_known_mode(main, held, options, compile_target, options.calledGraphs, reason, choice)
+    if compile_target.platform != "cpu":
+        an_op = SECONDS_AN_OP.get(compile_target.platform, max(SECONDS_AN_OP.values()))
         return _on_accelerators(main, held, choice, of_places, options.compareSeconds, an_op)
     return _on_cpus(main, held, choice, of_places)
 
@@ -101,7 +101,7 @@ def _with_known_mode(
     main: Graph,
     held: Collection[Tensor],
     options: SessionOptions,
-    destination: Destination,
+    compile_target: CompileTarget,
     calls: str,
     reason: str,
     choice: SegmentationPolicy,
@@ -109,7 +109,7 @@ def _with_known_mode(
     """Decision for a known compilation mode."""
     if calls not in ("rolled", "batched"):
         return Decision(calls, reason, choice)
-    automatic = REPEATED if destination.platform == "cpu" else WITHOUT_PRODUCTS
+    automatic = REPEATED if compile_target.platform == "cpu" else WITHOUT_PRODUCTS
     rerolling = _rolled(main, held, automatic if options.calledGraphs == "auto" else 0, calls == "batched")
     return Decision(calls, reason, choice, rerolling=rerolling, written_out=rerolling.unrolled_graphs)
 
@@ -181,17 +181,17 @@ def _rolled(main: Graph, held: Collection[Tensor], from_saved: int = 0, batches_
 
 
 def _placement(
-    main: Graph, options: SessionOptions, destination: Destination, changed: Sequence[Tensor], smallest: int | None
+    main: Graph, options: SessionOptions, compile_target: CompileTarget, changed: Sequence[Tensor], smallest: int | None
 ) -> tuple[IpuPlacement | None, str]:
     """IPU placement, if each IPU is a separate device; plus a sentence explaining why or why not."""
-    count, found = destination.count, len(destination.devices)
+    count, found = compile_target.count, len(compile_target.devices)
     places = IpuPlacement(main, count)
     needed = len(places.ipus) * count
     if len(places.ipus) <= 1:
         return None, ""
     shown = ", ".join(map(str, places.ipus))
     placed = f"Ops are on the IPUs {shown}, and each of these is a device of its own."
-    if found >= needed and destination.has_parts_elsewhere(len(places.ipus)):
+    if found >= needed and compile_target.has_parts_elsewhere(len(places.ipus)):
         if options.placement == "one":
             raise PopxlError(
                 "Session: `ir.options.placement` is 'one', and each process drives some of the IPUs of its replicas. "
@@ -202,7 +202,9 @@ def _placement(
         why = "`ir.options.placement` says so"
     elif found < needed:
         why = f"with {count} replica(s) they would need {needed}, and {found} can be used"
-    elif options.placement == "auto" and destination.platform == "cpu" and not _pays(main, changed, smallest, places):
+    elif (
+        options.placement == "auto" and compile_target.platform == "cpu" and not _pays(main, changed, smallest, places)
+    ):
         why = "there is so little work that a CPU would take longer to share it out than to do it"
     else:
         return places, placed

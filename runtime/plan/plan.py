@@ -32,7 +32,7 @@ from runtime.plan.segments import Array, Run, Segment, described_state
 from runtime.plan.stages import stages_of
 from runtime.plan.structure import Structure
 from runtime.progress import Watch
-from runtime.targets.destination import HOST
+from runtime.targets.compile_target import HOST
 from runtime.timeline import Recorder
 
 
@@ -136,7 +136,7 @@ class Plan:
             step.prepare(options_at)
         fresh: dict[Structure, Segment] = {}
         for segment in self.segments:
-            if segment.structure.executable is None and not options_at[segment.ipu].destination.is_elsewhere:
+            if segment.structure.executable is None and not options_at[segment.ipu].compile_target.is_elsewhere:
                 fresh.setdefault(segment.structure, segment)
         compile_all(tuple(fresh.values()), options_at, watch)
 
@@ -213,7 +213,7 @@ class Plan:
     @property
     def structures(self) -> tuple[Structure, ...]:
         """Distinct structures of the segments that this process runs."""
-        own = (segment for segment in self.segments if not self._options_at[segment.ipu].destination.is_elsewhere)
+        own = (segment for segment in self.segments if not self._options_at[segment.ipu].compile_target.is_elsewhere)
         return tuple(dict.fromkeys(segment.structure for segment in own))
 
     def text(self) -> str:

@@ -31,7 +31,7 @@ from runtime.lowering.platform_hooks import CollectiveLock, hooks_for
 from runtime.plan.compile_options import CompileOptions
 from runtime.plan.stages import Stages, call_now
 from runtime.plan.structure import Structure, structure_of
-from runtime.targets.destination import HOST
+from runtime.targets.compile_target import HOST
 from runtime.timeline import Recorder
 
 Key = Tensor | tuple[Tensor, int]
@@ -204,13 +204,13 @@ class Segment(Step):
         self._donated_keys, self._borrowed_keys = (
             tuple(self.keys.get(t, t) for t in ts) for ts in (self.donated, self.borrowed)
         )
-        self._is_elsewhere = options.destination.is_elsewhere
+        self._is_elsewhere = options.compile_target.is_elsewhere
         self._described = {t: options.replicas.spec(t.shape, t.dtype.as_jax()) for t in self.makes}
         passed = (t for t in self.borrowed if isinstance(t, Constant) and t not in self.reads)
         self._constants = {t: options.replicas.broadcast(to_device(t.data, t.dtype)) for t in passed}
         self._result_copies = tuple((t, ipu) for t, ipu in self.result_ipus.items() if ipu != self.ipu)
         meets = devices_meet(self.ops, options.replicas)
-        self._lock = hooks_for(options.destination.platform).collective_lock if meets else None
+        self._lock = hooks_for(options.compile_target.platform).collective_lock if meets else None
         self.structure = self.executable_key(options)
 
     def lowered(self, options: CompileOptions) -> Callable[[], CompiledSegment]:
@@ -230,12 +230,12 @@ class Segment(Step):
 
         run_segment.__name__ = identifier(self.name) or "piece"  # also the name of the module
         spread = options.replicas.vmap_replicas(run_segment)
-        lowered = lower(lambda: options.destination.lower(donating(spread, 0, 3), *self._arguments(options)))
+        lowered = lower(lambda: options.compile_target.lower(donating(spread, 0, 3), *self._arguments(options)))
         traced = perf_counter() - start
 
         def compile() -> CompiledSegment:
             start = perf_counter()
-            executable = options.destination.compile(lowered)
+            executable = options.compile_target.compile(lowered)
             if buffers and options.has_slots_on_host:
                 remote.check_places(
                     executable.as_text(), self._results(lowered.out_info), self.ops[0].graph.ir.main_graph

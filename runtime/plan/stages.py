@@ -22,7 +22,7 @@ from popxl.base.arrays import Array
 from runtime.jax_private import copied
 from runtime.lowering.platform_hooks import CollectiveLock, hooks_for
 from runtime.plan.compile_options import CompileOptions
-from runtime.targets.destination import HOST
+from runtime.targets.compile_target import HOST
 from runtime.targets.replicas import AXIS
 
 Call = Callable[..., Any]
@@ -45,7 +45,7 @@ class Stages:
     """
 
     def __init__(self, options_at: Mapping[int, CompileOptions]) -> None:
-        self.own = next(place for place, options in options_at.items() if not options.destination.is_elsewhere)
+        self.own = next(place for place, options in options_at.items() if not options.compile_target.is_elsewhere)
         self._own_processes = _processes(options_at[self.own].replicas.sharding())
         self._firsts: dict[tuple[int, ...], Any] = {}  # for each group of processes, where its first place is
         for options in options_at.values():
@@ -72,7 +72,7 @@ class Stages:
 
 def stages_of(options_at: Mapping[int, CompileOptions]) -> Stages | None:
     """Stages of a program, if some belong to other processes."""
-    return Stages(options_at) if any(options.destination.is_elsewhere for options in options_at.values()) else None
+    return Stages(options_at) if any(options.compile_target.is_elsewhere for options in options_at.values()) else None
 
 
 class StageLink:

@@ -31,7 +31,7 @@ from runtime.plan.structure import Structure, forget
 from runtime.program.laying_out import layout_for
 from runtime.program.layout import Layout
 from runtime.progress import Watch
-from runtime.targets.destination import HOST
+from runtime.targets.compile_target import HOST
 from runtime.targets.devices import Device
 
 Ends = Mapping[int, tuple[Any, Any]]
@@ -150,7 +150,7 @@ def is_serializable(layout: Layout) -> bool:
     Where XLA for CPUs reads an executable that it has written, it no longer knows in which order collectives of
     several devices come: devices meet in different ones, and the process hangs or ends (jaxlib 0.10.2).
     """
-    return layout.destination.platform != "cpu" or not layout.devices_meet
+    return layout.compile_target.platform != "cpu" or not layout.devices_meet
 
 
 # As one program ------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
     lowered = _lowered(layout)
 
     def compile() -> Any:
-        executable = layout.destination.compile(lowered)
+        executable = layout.compile_target.compile(lowered)
         if layout.buffers and layout.compile_options_for(None).has_slots_on_host:
             results = [None] * len(layout.changing) + [*layout.buffers]
             fetched = len(jax.tree.leaves(lowered.out_info)) - len(results)
@@ -180,7 +180,7 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
 
 def lowered_for(layout: Layout, platform: str) -> Any:
     """Lower the entire program as one function for a JAX platform: "tpu", "cuda". Requires neither hardware nor
-    compiler; `Destination.platform` of the layout must match."""
+    compiler; `CompileTarget.platform` of the layout must match."""
     with layout.precision(), recursing_into(layout.main):
         return _lowered(layout, platform)
 
@@ -188,7 +188,7 @@ def lowered_for(layout: Layout, platform: str) -> Any:
 def _lowered(layout: Layout, platform: str = "") -> Any:
     """Lower the entire program as one function, for its target or a given platform."""
     step, arguments = _step(layout)
-    return lower(lambda: layout.destination.lower(donating(step, 0), *arguments, platform=platform))
+    return lower(lambda: layout.compile_target.lower(donating(step, 0), *arguments, platform=platform))
 
 
 def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -286,7 +286,7 @@ def _begin_and_end(layout: Layout, ipu: int, channels: Sequence[Stream | Failure
 
     IPUs of other processes have no prologue here, and their epilogue reads copies on this process's devices.
     """
-    is_elsewhere = layout.compile_options[ipu].destination.is_elsewhere
+    is_elsewhere = layout.compile_options[ipu].compile_target.is_elsewhere
     options = layout.compile_options[layout.stages.own if is_elsewhere and layout.stages is not None else ipu]
     replicas = options.replicas
 
@@ -313,12 +313,12 @@ def _begin_and_end(layout: Layout, ipu: int, channels: Sequence[Stream | Failure
         return layout.transfers_first(fetched, channels)
 
     beginning = jax.jit(begin, out_shardings=replicas.sharding())
-    started = lower(lambda: options.destination.lower(beginning, layout.feed_specs(replicas, channels)))
+    started = lower(lambda: options.compile_target.lower(beginning, layout.feed_specs(replicas, channels)))
     results = [described_state(c, options)[0] for c in channels if not isinstance(c, HostToDeviceStream)]
-    ended = lower(lambda: options.destination.lower(jax.jit(end, donate_argnums=0 if are_donated else ()), results))
+    ended = lower(lambda: options.compile_target.lower(jax.jit(end, donate_argnums=0 if are_donated else ()), results))
 
     def compile() -> tuple[Any, Any]:
-        return None if is_elsewhere else options.destination.compile(started), options.destination.compile(ended)
+        return None if is_elsewhere else options.compile_target.compile(started), options.compile_target.compile(ended)
 
     with CompilePool(1) as pool:
         return pool.submit(compile).result()

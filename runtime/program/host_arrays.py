@@ -67,7 +67,7 @@ class HostArrays:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._copy_feed = hooks_for(layout.destination.platform).copy_feed
+        self._copy_feed = hooks_for(layout.compile_target.platform).copy_feed
         given = [s for s in layout.inputs if not isinstance(s, RoundingKey)]
         self._inputs = frozenset(given)
         self._excess = {s: count for s, count in layout.counts.items() if count > layout.capacity[s]}

@@ -11,7 +11,7 @@ from runtime import processes
 from runtime.lowering import remote_buffers as remote
 from runtime.plan.decision import decide
 from runtime.program.layout import Layout
-from runtime.targets.destination import Destination
+from runtime.targets.compile_target import CompileTarget
 from runtime.targets.devices import Device
 from runtime.targets.mesh import dimensions_of
 
@@ -31,23 +31,23 @@ def layout_for(ir: Ir, device: Device, calls: str | None = None) -> Layout:
     dimensions = dimensions_of(ir, are_weighed=device.jax_devices[0].platform == "tpu")
     is_divided = len({each.process_index for each in device.jax_devices}) > 1 and device.target is None
     count = ir.replication_factor if is_divided else ir.instance_replication_factor
-    destination = Destination(device.jax_devices, count, device.target is None, dimensions, ir.adjacent_replicas)
-    layout = lay_out(ir, destination, calls)
+    compile_target = CompileTarget(device.jax_devices, count, device.target is None, dimensions, ir.adjacent_replicas)
+    layout = lay_out(ir, compile_target, calls)
     if is_divided:
         processes.check_stages(len(layout.compile_options))
     device.check_parts([options.replicas.devices for options in layout.compile_options.values()])
     return layout
 
 
-def lay_out(ir: Ir, destination: Destination, calls: str | None = None) -> Layout:
+def lay_out(ir: Ir, compile_target: CompileTarget, calls: str | None = None) -> Layout:
     """Lay out a program for a compile target; see `layout_for`."""
     main = ir.main_graph
     resident, written = held_variables(main), written_tensors(main)
     changed = tuple(t for t in resident if t in written)
     _check(main)
-    decision = decide(main, ir.options, destination, resident, changed, calls)
-    layout = Layout(ir, destination, resident, changed, decision)
-    if ir.options.remoteBuffers != "device" and destination.platform == "tpu":
+    decision = decide(main, ir.options, compile_target, resident, changed, calls)
+    layout = Layout(ir, compile_target, resident, changed, decision)
+    if ir.options.remoteBuffers != "device" and compile_target.platform == "tpu":
         remote.check_width(layout.buffers, main)
     return layout
 

@@ -30,7 +30,7 @@ from runtime.plan.decision import Decision
 from runtime.plan.planning import PlanBuilder, plan_of
 from runtime.plan.stages import stages_of
 from runtime.program.blocks import PackedVariables, blocks_of
-from runtime.targets.destination import HOST, Destination
+from runtime.targets.compile_target import HOST, CompileTarget
 from runtime.targets.replicas import DividedReplicas, Replicas
 
 
@@ -43,13 +43,13 @@ class Layout:
 
     Args:
         ir: the program.
-        destination: compile target.
+        compile_target: compile target.
         resident: storages of its variables on the device, and the variables; see the attribute.
         changed: storages among these of variables that it changes.
         decision: form of called graphs, and the IPUs of ops.
 
     Attributes:
-        destination, decision: as passed.
+        compile_target, decision: as passed.
         stages: its stages, if some belong to other processes.
         replicas: replicas that run the program, on the first IPU of this process.
         divided: the same, if several processes drive them.
@@ -80,13 +80,13 @@ class Layout:
     def __init__(
         self,
         ir: Ir,
-        destination: Destination,
+        compile_target: CompileTarget,
         resident: Mapping[Tensor, Variable],
         changed: Sequence[Tensor],
         decision: Decision,
     ) -> None:
         main = self.main = ir.main_graph
-        self.destination, self.decision = destination, decision
+        self.compile_target, self.decision = compile_target, decision
         self.options = ir.options
         channels = channels_of(main)
         self.buffers = tuple(c for c in channels if isinstance(c, RemoteBuffer))
@@ -115,9 +115,12 @@ class Layout:
         changing = {t for block in self.changing for t in block.tensors}
         self.constant = blocks_of((t for t in self.read if t not in changing), packed)
         ipus = (0,) if places is None else places.ipus
-        destinations = [destination] if places is None else [destination.of_ipu(i, len(ipus)) for i in range(len(ipus))]
+        compile_targets = (
+            [compile_target] if places is None else [compile_target.of_ipu(i, len(ipus)) for i in range(len(ipus))]
+        )
         self.compile_options: Mapping[int, CompileOptions] = {
-            ipu: CompileOptions(each, self.options, self.uses_x64) for ipu, each in zip(ipus, destinations, strict=True)
+            ipu: CompileOptions(each, self.options, self.uses_x64)
+            for ipu, each in zip(ipus, compile_targets, strict=True)
         }
         self.stages = stages_of(self.compile_options)
         self.replicas = self.compile_options[ipus[0] if self.stages is None else self.stages.own].replicas
@@ -163,7 +166,7 @@ class Layout:
         used = {
             device for options in self.compile_options.values() for device in options.replicas.sharding().device_set
         }
-        return tuple(device for device in self.destination.devices if device in used)
+        return tuple(device for device in self.compile_target.devices if device in used)
 
     @property
     def ipus(self) -> tuple[int, ...]:
@@ -173,7 +176,7 @@ class Layout:
     @property
     def own_ipus(self) -> tuple[int, ...]:
         """IPUs among `ipus` that this process drives."""
-        return tuple(ipu for ipu, options in self.compile_options.items() if not options.destination.is_elsewhere)
+        return tuple(ipu for ipu, options in self.compile_options.items() if not options.compile_target.is_elsewhere)
 
     def ipu_of(self, thing: Variable | Stream | RemoteBuffer) -> int | None:
         """IPU number of a variable, stream or buffer; `None` unless IPUs are separate devices."""
@@ -188,7 +191,7 @@ class Layout:
 
     def is_elsewhere(self, thing: Tensor | Channel) -> bool:
         """Whether only IPUs of other processes hold a variable, stream or buffer."""
-        return self.stages is not None and self.compile_options_for(thing).destination.is_elsewhere
+        return self.stages is not None and self.compile_options_for(thing).compile_target.is_elsewhere
 
     def precision(self) -> AbstractContextManager[Any]:
         """Context enabling 64-bit dtypes in JAX, only for programs using them."""

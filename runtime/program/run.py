@@ -27,7 +27,7 @@ from runtime.program.compiled import CompiledProgram, begin_run, end_run
 from runtime.program.debugging import Debugged, run_replicas, tell_given_nans
 from runtime.program.store import VariableStore
 from runtime.signals import defer_signals
-from runtime.targets.destination import HOST
+from runtime.targets.compile_target import HOST
 from runtime.timeline import Recorder, Timeline
 
 _KEPT_OFF: set[Runner] = set()
@@ -63,7 +63,7 @@ class Runner:
         self._prints, self._checks = self._layout.prints, self._layout.checks
         self._call: Callable[..., Any] = self._executable
         needs_lock = self._layout.devices_meet and not isinstance(program.executable, Plan)  # segments lock
-        self._lock = hooks_for(self._layout.destination.platform).collective_lock if needs_lock else None
+        self._lock = hooks_for(self._layout.compile_target.platform).collective_lock if needs_lock else None
         self._by_ops: bool | None = None  # where it is run op by op: whether infinities are reported
         self._quick: Any = None  # calls the executable in C only, for feeds of these types
         self._quick_for: tuple[type, ...] | None = None

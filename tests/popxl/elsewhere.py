@@ -11,7 +11,7 @@ import popxl
 from runtime.program.compiled import lowered_for
 from runtime.program.laying_out import lay_out
 from runtime.program.layout import Layout
-from runtime.targets.destination import Destination
+from runtime.targets.compile_target import CompileTarget
 from runtime.targets.replicas import Replicas
 
 
@@ -32,8 +32,8 @@ class StandIns(Replicas):
 
 
 @dataclass(frozen=True)
-class Elsewhere(Destination):
-    """A destination whose devices stand for those of another platform."""
+class Elsewhere(CompileTarget):
+    """A compile target whose devices stand for those of another platform."""
 
     stands_for: str = "tpu"
 
@@ -50,7 +50,7 @@ def layout_for(ir: popxl.Ir, platform: str, devices: int = 1) -> Layout:
     """A program, laid out for so many devices of a platform: "tpu", "cuda"; or "cpu", as they are."""
     found, count = tuple(jax.local_devices(backend="cpu")[:devices]), ir.instance_replication_factor
     kind = "gpu" if platform == "cuda" else platform  # what such devices say of themselves
-    return lay_out(ir, Destination(found, count) if platform == "cpu" else Elsewhere(found, count, stands_for=kind))
+    return lay_out(ir, CompileTarget(found, count) if platform == "cpu" else Elsewhere(found, count, stands_for=kind))
 
 
 def lowered_text(ir: popxl.Ir, platform: str, devices: int = 1) -> str:

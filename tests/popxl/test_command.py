@@ -20,7 +20,7 @@ import pytest
 import popxl
 from popxl.__main__ import main
 from runtime.machine import Machine
-from runtime.targets.destination import Destination
+from runtime.targets.compile_target import CompileTarget
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def test_show_prints_the_graphs_and_runs_nothing(command: Any, monkeypatch: pyte
     def compile(*_: Any) -> None:
         raise AssertionError("something is compiled")
 
-    monkeypatch.setattr(Destination, "compile", compile)
+    monkeypatch.setattr(CompileTarget, "compile", compile)
     code, out, err = command(PROGRAM, "show", "FILE", "--layers", "3")
     assert (code, err) == (0, "")
     assert "arguments: --layers 3\nexpects x\nweight [1. 0. 0.]\n" in out

@@ -19,7 +19,7 @@ from popxl import ops
 from popxl.base.container import unpack
 from runtime.targets import compilers
 from runtime.targets.chip import Gpu, names, shipped
-from runtime.targets.destination import Destination
+from runtime.targets.compile_target import CompileTarget
 
 V5E, H100 = "tpu v5e:2x2", "gpu h100:4"
 
@@ -227,9 +227,9 @@ def test_what_does_not_fit_is_said() -> None:
 
     device = jax.devices("cpu")[0]
     with pytest.raises(popxl.errors.PopxlError, match="does not fit into the memory of a cpu: RESOURCE_EXHAUSTED: Ran"):
-        Destination((device,), is_here=False).compile(TooLarge())
+        CompileTarget((device,), is_here=False).compile(TooLarge())
     with pytest.raises(jax.errors.JaxRuntimeError):
-        Destination((device,)).compile(TooLarge())
+        CompileTarget((device,)).compile(TooLarge())
 
 
 @pytest.mark.targets

@@ -10,7 +10,7 @@ import popxl
 from popxl import ops
 from runtime.program.compiled import compile_program, compile_uncached
 from runtime.targets import compilers
-from runtime.targets.destination import Destination
+from runtime.targets.compile_target import CompileTarget
 from runtime.targets.devices import cpu_device
 
 
@@ -21,32 +21,39 @@ def devices() -> tuple[jax.Device, ...]:
 
 
 def test_destinations_are_values(devices: tuple[jax.Device, ...]) -> None:
-    assert Destination(devices, 2) == Destination(devices, 2)
+    assert CompileTarget(devices, 2) == CompileTarget(devices, 2)
     assert (
-        len({Destination(devices, 2), Destination(devices, 2), Destination(devices, 3), Destination(devices[:1], 2)})
+        len(
+            {
+                CompileTarget(devices, 2),
+                CompileTarget(devices, 2),
+                CompileTarget(devices, 3),
+                CompileTarget(devices[:1], 2),
+            }
+        )
         == 3
     )
     with pytest.raises(AttributeError):
-        Destination(devices).count = 2  # type: ignore[misc]
+        CompileTarget(devices).count = 2  # type: ignore[misc]
 
 
 def test_each_ipu_of_a_replica_has_its_device(devices: tuple[jax.Device, ...]) -> None:
     """Replica `r` has the devices that begin with number ``r * ipus``."""
-    destination = Destination(devices, 2)
-    assert [destination.of_ipu(i, 3).devices for i in range(3)] == [devices[::3], devices[1::3], devices[2::3]]
-    assert [destination.of_ipu(i, 3).replicas.device for i in range(3)] == [*devices[:3]]
-    assert destination.of_ipu(1, 3).replicas.count == 2
+    compile_target = CompileTarget(devices, 2)
+    assert [compile_target.of_ipu(i, 3).devices for i in range(3)] == [devices[::3], devices[1::3], devices[2::3]]
+    assert [compile_target.of_ipu(i, 3).replicas.device for i in range(3)] == [*devices[:3]]
+    assert compile_target.of_ipu(1, 3).replicas.count == 2
 
 
 def test_replicas_may_be_side_by_side(devices: tuple[jax.Device, ...]) -> None:
     """Two have their devices for an IPU next to each other."""
-    ipus = [Destination(devices * 2, 4, adjacent=2).of_ipu(i, 3).devices for i in range(3)]
+    ipus = [CompileTarget(devices * 2, 4, adjacent=2).of_ipu(i, 3).devices for i in range(3)]
     assert ipus == [(*devices[i : i + 2], *devices[i : i + 2]) for i in (0, 2, 4)]
 
 
 def test_what_is_compiled_for_a_device_is_made_for_all_of_its_kind(devices: tuple[jax.Device, ...]) -> None:
-    made_for = Destination(devices[:1]).build_stamp
-    assert made_for == Destination(devices[1:2], 2).build_stamp != Destination(devices[:2]).build_stamp
+    made_for = CompileTarget(devices[:1]).build_stamp
+    assert made_for == CompileTarget(devices[1:2], 2).build_stamp != CompileTarget(devices[:2]).build_stamp
     assert (made_for.jax, made_for.platform, made_for.kinds) == (jax.__version__, "cpu", ["cpu"])
 
 

@@ -39,7 +39,7 @@ from popxl_addons import optimizers
 from popxl_addons.layers import LanguageConfig, LanguageModel, NextTokenLoss
 from runtime.costs.hlo import parse_hlo
 from runtime.costs.work import Collective, account_of
-from runtime.targets.destination import DoesNotFit
+from runtime.targets.compile_target import DoesNotFit
 from tests.targets import llama_in_jax
 from tests.targets.tables import Table
 

@@ -1,4 +1,4 @@
-"""`Destination`: compile target of a program; `BuildStamp`: its textual description, stored in files."""
+"""`CompileTarget`: compile target of a program; `BuildStamp`: its textual description, stored in files."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _OTHER_DEVICES_MESSAGE = "incompatible devices for jitted computation"
 
 
 @dataclass(frozen=True)
-class Destination:
+class CompileTarget:
     """Compile target of a program or segment: devices, and the replicas distributed over them.
 
     A plain value: it allocates nothing, and equal ones are interchangeable.
@@ -89,10 +89,10 @@ class Destination:
             of them, on whichever hosts they would be.
 
     Example:
-        >>> destination = Destination(tuple(jax.devices()), 2)
-        >>> replicas = destination.replicas
+        >>> target = CompileTarget(tuple(jax.devices()), 2)
+        >>> replicas = target.replicas
         >>> lowered = jax.jit(replicas.vmap_replicas(jnp.sin)).lower(replicas.spec((3,), "f4"))
-        >>> destination.compile(lowered)(replicas.broadcast(np.zeros(3, "f4"))).shape
+        >>> target.compile(lowered)(replicas.broadcast(np.zeros(3, "f4"))).shape
         (2, 3)
     """
 
@@ -103,7 +103,7 @@ class Destination:
     adjacent: int = 1
     is_part: bool = False
 
-    def of_ipu(self, number: int, ipus: int) -> Destination:
+    def of_ipu(self, number: int, ipus: int) -> CompileTarget:
         """Compile target of IPU `number`, if each replica has `ipus` IPUs as separate devices."""
         processes = self._by_process()
         devices = [device for own in processes for device in own[: self.count * ipus // len(processes)]]

@@ -164,8 +164,8 @@ class IPUStrategy(SingleDeviceStrategy):
         self.cluster_environment = cluster_environment
         self.training: PoplarExecutor | None = None
         self._device_iterations = device_iterations
-        self._given = {True: training_opts, False: inference_opts}
-        self._made: dict[bool, Options] = {}
+        self._passed_options = {True: training_opts, False: inference_opts}
+        self._completed_options: dict[bool, Options] = {}
         self._accumulation = 1
         self._schedulers: dict[GradientAccumulationScheduler, dict[int, int]] = {}  # with the user's settings
         self._steps: dict[Any, tuple[PoplarExecutor, Step]] = {}
@@ -190,9 +190,9 @@ class IPUStrategy(SingleDeviceStrategy):
         return self._options(False)
 
     def _options(self, is_training: bool) -> Options:
-        if is_training in self._made:
-            return self._made[is_training]
-        if (given := self._given[is_training]) is not None:
+        if is_training in self._completed_options:
+            return self._completed_options[is_training]
+        if (given := self._passed_options[is_training]) is not None:
             options = given.clone()
         else:
             options = Options().deviceIterations(self._device_iterations)
@@ -201,7 +201,7 @@ class IPUStrategy(SingleDeviceStrategy):
                 options.Training.gradientAccumulation(self._accumulation)
         if self._reports is not None:
             options.enableProfiling(self._reports)
-        self._made[is_training] = options
+        self._completed_options[is_training] = options
         return options
 
     @property
@@ -250,7 +250,7 @@ class IPUStrategy(SingleDeviceStrategy):
 
     def _take_accumulation(self, factor: int, what: str) -> None:
         """Move a gradient accumulation factor into the program."""
-        if self._given[True] is not None and factor != 1:
+        if self._passed_options[True] is not None and factor != 1:
             raise createPoptorchError(
                 f"Trainer: {what} is set beside `training_opts`. Leave it out, and set "
                 f"training_opts.Training.gradientAccumulation({factor})."
@@ -293,7 +293,7 @@ class IPUStrategy(SingleDeviceStrategy):
             self.lightning_module.trainer.accumulate_grad_batches = 1 if self._schedulers else self._accumulation
             self._accumulation = 1
         self._schedulers.clear()
-        self._made.clear()
+        self._completed_options.clear()
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:

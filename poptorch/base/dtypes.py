@@ -82,12 +82,12 @@ def to_device_dtype(tensor: torch.Tensor, what: str) -> torch.Tensor:
             "one; for one that is larger than all others, `torch.iinfo(torch.int64).max`."
         )
     if largest > narrow.max:
-        _tell_of_bits(what, largest)
+        _warn_of_bits(what, largest)
     return tensor.to(torch.int32)
 
 
 @cache
-def _tell_of_bits(what: str, number: int) -> None:
+def _warn_of_bits(what: str, number: int) -> None:
     """Warn once about a number whose value changes on the device."""
     logger.warning(
         "%s has the number %d, which does not fit in int32, which int64 is on the device. It keeps its 32 bits, so it "

@@ -43,13 +43,13 @@ class NumberPath:
     Attributes:
         steps: names of functions, and their arguments.
         slots: values that the program receives.
-        ends: values of the carried numbers afterwards, in order.
+        final_values: values of the carried numbers afterwards, in order.
         problem: error that `forward` raises at the end; "" if it returns.
     """
 
     steps: Sequence[tuple[str, Sequence[Operand]]]
     slots: Sequence[Operand] = ()
-    ends: Sequence[Operand] = ()
+    final_values: Sequence[Operand] = ()
     problem: str = ""
 
     def follow(self, numbers: Sequence[Number]) -> tuple[list[Number], list[Number]] | None:
@@ -71,7 +71,7 @@ class NumberPath:
                 return None
         if self.problem:
             raise createPoptorchError(self.problem)
-        return list(map(number, self.slots)), list(map(number, self.ends))
+        return list(map(number, self.slots)), list(map(number, self.final_values))
 
 
 class HostNumbers:
@@ -86,7 +86,7 @@ class HostNumbers:
         now: values at the start of the next run.
 
     Example:
-        >>> doubled = NumberPath([("operator.mul", ((0,), 2))], slots=[(1,)], ends=[(1,)])
+        >>> doubled = NumberPath([("operator.mul", ((0,), 2))], slots=[(1,)], final_values=[(1,)])
         >>> numbers = HostNumbers({"x": 3}, [doubled], ["int32"])
         >>> numbers.advance(2)
         [array([ 6, 12], dtype=int32)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from poptorch.base.host_numbers import Number
-from poptorch.capture.counters import COUNTED, Counter
+from poptorch.capture.counters import CARRIED_TYPES, Counter
 from poptorch.errors import createPoptorchError
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
@@ -100,10 +100,10 @@ class Attributes:
             f"{path}.{name}" if path else name: before
             for path, (now, then) in pairs
             for name, before in then.items()
-            if type(before) in COUNTED
+            if type(before) in CARRIED_TYPES
             and name != "training"
             and (after := now.get(name)) is not before
-            and (type(after) is Counter or type(after) in COUNTED and after != before)
+            and (type(after) is Counter or type(after) in CARRIED_TYPES and after != before)
         }
 
     def changed_number(self, known: Collection[str] = ()) -> str | None:

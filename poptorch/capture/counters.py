@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from poptorch.base.host_numbers import CHOICE, FUNCTIONS, Number, NumberPath, Operand
 from poptorch.capture.trace import Value
 
-COUNTED = (bool, int, float)
-"""The classes of numbers that are carried."""
+CARRIED_TYPES = (bool, int, float)
+"""Types of numbers that are carried from run to run."""
 
 
 class Refused(TypeError):
@@ -33,38 +33,38 @@ class Tape:
 
     Args:
         first: initial values, by path and name.
-        choices: outcomes of the first choices that Python makes by them; later ones depend on the numbers.
+        choices: forced outcomes of the first branches on them; later branches follow the numbers.
 
     Attributes:
         first: as passed.
-        choices: outcomes of all choices.
-        slots: the values that stand in the program for numbers.
-        ends: final values of the numbers.
-        texts: the names of numbers of which `forward` makes texts.
-        refused: the names of numbers that are used in a way that cannot be noted.
+        choices: outcomes of all branches on numbers.
+        slots: program inputs for numbers.
+        final_values: final values of the numbers.
+        formatted: names of numbers that `forward` formats as text.
+        refused: names of numbers used in a way that no program input can represent.
     """
 
     def __init__(self, first: Mapping[str, Number], choices: Sequence[bool] = ()) -> None:
-        self.first, self._given = dict(first), tuple(choices)
-        self.refused, self.texts = set[str](), set[str]()
-        self.begin()
+        self.first, self._forced_choices = dict(first), tuple(choices)
+        self.refused, self.formatted = set[str](), set[str]()
+        self.clear()
 
-    def begin(self) -> None:
+    def clear(self) -> None:
         """Clear all records for a new run of `forward`."""
         self.choices: list[bool] = []
         self.slots: dict[Value, Operand] = {}
-        self.ends: dict[str, Operand] = {}
+        self.final_values: dict[str, Operand] = {}
         self._steps: list[tuple[str, tuple[Operand, ...]]] = []
         self._numbers: list[Number] = list(self.first.values())
         self._sources = [frozenset([name]) for name in self.first]
-        self._known: dict[Any, int] = {}
+        self._indices: dict[Any, int] = {}
         self._stand_ins = 0
-        self._made: list[weakref.ref[Counter]] = []
+        self._counters: list[weakref.ref[Counter]] = []
 
-    def counter(self, place: int) -> Counter:
+    def counter(self, index: int) -> Counter:
         """New counter for a number of this tape, given its index."""
-        counter = Counter(self, place)
-        self._made.append(weakref.ref(counter))
+        counter = Counter(self, index)
+        self._counters.append(weakref.ref(counter))
         return counter
 
     def number(self, operand: Operand) -> Number:
@@ -73,11 +73,11 @@ class Tape:
 
     def call(self, name: str, *given: Any) -> Any:
         """Record a function call on counters and numbers; returns a counter."""
-        if not all(type(each) in (Counter, *COUNTED) for each in given):
+        if not all(type(each) in (Counter, *CARRIED_TYPES) for each in given):
             return self.refuse(*given)
         operands = tuple(map(_operand_of, given))
         key = name, operands, tuple(map(type, operands))
-        if key not in self._known:
+        if key not in self._indices:
             try:
                 number = FUNCTIONS[name](*map(self.number, operands))
             except (ArithmeticError, ValueError):
@@ -85,33 +85,33 @@ class Tape:
                     raise
                 number = math.nan  # unreachable in a run with these numbers
             number = as_python(number)
-            if type(number) not in COUNTED:
+            if type(number) not in CARRIED_TYPES:
                 return self.refuse(*given)
-            self._known[key] = len(self._numbers)
+            self._indices[key] = len(self._numbers)
             self._steps.append((name, operands))
             self._numbers.append(number)
             self._sources.append(self.sources(given))
-        return self.counter(self._known[key])
+        return self.counter(self._indices[key])
 
     def choose(self, counter: Counter) -> bool:
         """Truth value of a number for Python's control flow: the given choice, else the number's own truth value."""
-        key = CHOICE, counter.place
-        if key not in self._known:
-            given = self._given[len(self.choices) :][:1]
-            choice = given[0] if given else bool(self._numbers[counter.place])
-            self._known[key] = choice
-            self._steps.append((CHOICE, ((counter.place,), choice)))
+        key = CHOICE, counter.index
+        if key not in self._indices:
+            given = self._forced_choices[len(self.choices) :][:1]
+            choice = given[0] if given else bool(self._numbers[counter.index])
+            self._indices[key] = choice
+            self._steps.append((CHOICE, ((counter.index,), choice)))
             self.choices.append(choice)
-        return bool(self._known[key])
+        return bool(self._indices[key])
 
     @property
     def is_natural(self) -> bool:
         """Whether no choices were given, so that control flow follows the first run."""
-        return not self._given
+        return not self._forced_choices
 
     def sources(self, given: Iterable[Any]) -> frozenset[str]:
         """Names of the initial numbers from which counters derive."""
-        return frozenset().union(*(self._sources[each.place] for each in given if type(each) is Counter))
+        return frozenset().union(*(self._sources[each.index] for each in given if type(each) is Counter))
 
     def refuse(self, *given: Any) -> Any:
         """Mark numbers as refused: no program input can represent their use.
@@ -125,27 +125,27 @@ class Tape:
     def stand_in(self, counter: Counter) -> Number:
         """Unique placeholder for a counter's number, distinct from all numbers even in float32."""
         self._stand_ins += 1
-        number = self._numbers[counter.place]
+        number = self._numbers[counter.index]
         if type(number) is int:
             return 1_000_003 + self._stand_ins
         if not math.isfinite(number):
             self.refuse(counter)
         return number * (1 - self._stand_ins * 2.0**-20) or self._stand_ins * 1e-30
 
-    def end(self, name: str, number: Any) -> None:
+    def set_final(self, name: str, number: Any) -> None:
         """Record the final value of a number, or refuse a non-number; names outside this tape are ignored."""
-        if name in self.first and type(number) in (Counter, *COUNTED):
-            self.ends[name] = _operand_of(number)
+        if name in self.first and type(number) in (Counter, *CARRIED_TYPES):
+            self.final_values[name] = _operand_of(number)
         elif name in self.first:
             self.refused.add(name)
 
-    def finish(self) -> None:
+    def refuse_referenced(self) -> None:
         """Refuse numbers whose counters are still referenced."""
-        self.refused |= self.sources(held for ref in self._made if (held := ref()) is not None)
+        self.refused |= self.sources(held for ref in self._counters if (held := ref()) is not None)
 
     def path(self, slots: Sequence[Operand] = (), problem: str = "") -> NumberPath:
         """Recorded steps of this capture, with operands for the program's number inputs."""
-        return NumberPath(self._steps, slots, [self.ends.get(name, 0) for name in self.first], problem)
+        return NumberPath(self._steps, slots, [self.final_values.get(name, 0) for name in self.first], problem)
 
 
 def as_python(number: Any) -> Any:
@@ -154,7 +154,7 @@ def as_python(number: Any) -> Any:
 
 
 def _operand_of(each: Any) -> Operand:
-    return (each.place,) if type(each) is Counter else each
+    return (each.index,) if type(each) is Counter else each
 
 
 class Counter:
@@ -162,17 +162,17 @@ class Counter:
 
     Args:
         tape: tape of the recording.
-        place: index of the number on it.
+        index: index of the number on it.
     """
 
-    __slots__ = ("__weakref__", "place", "tape")
+    __slots__ = ("__weakref__", "index", "tape")
 
-    def __init__(self, tape: Tape, place: int) -> None:
-        self.tape, self.place = tape, place
+    def __init__(self, tape: Tape, index: int) -> None:
+        self.tape, self.index = tape, index
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(self.tape.number((self.place,)))
+        return type(self.tape.number((self.index,)))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -200,8 +200,8 @@ class Counter:
         return format(self._number_text(), spec)
 
     def _number_text(self) -> Number:
-        self.tape.texts |= self.tape.sources([self])
-        return self.tape.number((self.place,))
+        self.tape.formatted |= self.tape.sources([self])
+        return self.tape.number((self.index,))
 
 
 def _binary(name: str) -> Callable[[Counter, Any], Any]:
@@ -209,7 +209,7 @@ def _binary(name: str) -> Callable[[Counter, Any], Any]:
     step = f"operator.{name[is_reflected:]}"
 
     def method(self: Counter, other: Any) -> Any:
-        if type(other) not in (Counter, *COUNTED):
+        if type(other) not in (Counter, *CARRIED_TYPES):
             return NotImplemented  # a tensor computes with it as with a number
         return self.tape.call(step, *((other, self) if is_reflected else (self, other)))
 
@@ -240,7 +240,7 @@ for _name in "int float index complex hash reduce_ex".split():
 # Functions written in C -----------------------------------------------------------------------------------------------
 
 
-def _noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of numbers so that a tape records calls with counters."""
 
     def record_call(*args: Any, **settings: Any) -> Any:
@@ -248,8 +248,8 @@ def _noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if len(args) == 1 and name in ("builtins.min", "builtins.max") and type(args[0]) in (list, tuple):
             given = tuple(args[0])
         counters = [each for each in given if type(each) is Counter]
-        is_noted = counters and not settings and all(type(each) in (Counter, *COUNTED) for each in given)
-        return counters[0].tape.call(name, *given) if is_noted else function(*args, **settings)
+        is_recorded = counters and not settings and all(type(each) in (Counter, *CARRIED_TYPES) for each in given)
+        return counters[0].tape.call(name, *given) if is_recorded else function(*args, **settings)
 
     return record_call
 
@@ -258,21 +258,21 @@ class _Class(type):
     """Metaclass of substitutes for `int` and `float` that record conversions of counters."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
-        return _noting(f"builtins.{cls.__name__}", cls.__mro__[1])(*args, **settings)
+        return _recording(f"builtins.{cls.__name__}", cls.__mro__[1])(*args, **settings)
 
     def __instancecheck__(cls, each: Any) -> bool:
         return isinstance(each, cls.__mro__[1])
 
 
-_MATH = {name: _noting(f"math.{name}", vars(math)[name]) for name in vars(math) if f"math.{name}" in FUNCTIONS}
+_MATH = {name: _recording(f"math.{name}", vars(math)[name]) for name in vars(math) if f"math.{name}" in FUNCTIONS}
 _BUILTINS: dict[str, Any] = {
-    **{name: _noting(f"builtins.{name}", getattr(builtins, name)) for name in ("max", "min")},
+    **{name: _recording(f"builtins.{name}", getattr(builtins, name)) for name in ("max", "min")},
     **{kind.__name__: _Class(kind.__name__, (kind,), {}) for kind in (int, float)},
 }
 
 
 @contextmanager
-def noted_by_functions(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+def recording_number_functions(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
     """Record counter arguments of `math` functions, and of `int`, `float`, `min` and `max`, within a block.
 
     Args:

@@ -90,7 +90,7 @@ class GraphBreaks:
         self._training, self._micro_batches = training, micro_batches
         self._trained: frozenset[Value] = frozenset()
         self._inputs, self._answers = list(inputs), list(answers)
-        self._known: dict[Value, torch.Tensor] = {}
+        self._contents: dict[Value, torch.Tensor] = {}
         self._random = torch.default_generator.get_state()
 
     def begin(
@@ -105,7 +105,7 @@ class GraphBreaks:
         """
         self.found.clear()
         self._trained = frozenset(trained) if self._training else frozenset()
-        self._known = dict(zip(inputs, self._inputs, strict=True)) | dict(state)
+        self._contents = dict(zip(inputs, self._inputs, strict=True)) | dict(state)
 
     def insert(
         self,
@@ -133,18 +133,18 @@ class GraphBreaks:
                 "micro-batch would need a program of its own. Keep shapes, with `torch.where`; or have one micro-batch "
                 "in a call: `deviceIterations(1)`, `replicationFactor(1)`, `Training.gradientAccumulation(1)`."
             )
-        cut = GraphBreak(at, given, run, source)
+        graph_break = GraphBreak(at, given, run, source)
         number = len(self.found)
         if number < len(self._answers):
             made = self._answers[number]
         else:
             with self._drawing():
-                made = cut.numbers([computed(value, self._known) for value in given])
+                made = graph_break.numbers([computed(value, self._contents) for value in given])
         if self._training:
             self._check_trained(made, given, source, tracked)
-        cut.key = GraphBreak.key_of(made)
-        self.found.append(cut)
-        return cut, made
+        graph_break.key = GraphBreak.key_of(made)
+        self.found.append(graph_break)
+        return graph_break, made
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -178,9 +178,9 @@ class GraphBreaks:
                 "after the step."
             )
 
-    def know(self, cut: GraphBreak, made: Any) -> None:
+    def know(self, graph_break: GraphBreak, made: Any) -> None:
         """Store the contents of values produced at a graph break."""
-        self._known.update(zip(cut.made, GraphBreak.tensors_in(made), strict=True))
+        self._contents.update(zip(graph_break.made, GraphBreak.tensors_in(made), strict=True))
 
 
 def _key_of_leaf(leaf: Any) -> tuple[Any, ...]:

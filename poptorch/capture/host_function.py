@@ -30,12 +30,12 @@ class HostFunction:
     changes: Collection[str] = ()  # of saved models of earlier versions, too
 
     def __init__(self, name: str, function: Callable[..., Any], given: Structure) -> None:
-        self._name, self._function, self._given = name, function, given
+        self._name, self._function, self._arguments = name, function, given
         self.problems: list[Exception] = []
 
     def result(self, tensors: Iterable[torch.Tensor]) -> Any:
         """Return value of the function, given tensors for its arguments."""
-        args, kwargs = self._given.rebuild(tensors)
+        args, kwargs = self._arguments.rebuild(tensors)
         return self._function(*args, **kwargs)
 
     def arrays(self, given: Iterable[np.ndarray], wanted: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -127,13 +127,13 @@ class HostState:
         self.places: list[HolderSnapshot] = []
         self._around = around
         self.apart: set[str] = set()
-        self._known: set[int] = set()
+        self._visited: set[int] = set()
         self._codes: dict[CodeType, None] = {}
         self._globals: dict[int, dict[str, Any]] = {}
         self._waiting: deque[tuple[str, Any, bool]] = deque()
         modules = {} if module is None else {each: path for path, each in torch.nn.Module.named_modules(module)}
         for each, path in modules.items():
-            self._known.add(id(each))
+            self._visited.add(id(each))
             self._add_namespace(f"model.{path}" if path else "model", attributes(each), without=_OF_MODULES)
             self.places[-1].derived = frozenset(map(_weight_name, each._forward_pre_hooks.values()))
         self._explore()
@@ -203,11 +203,11 @@ class HostState:
     # Looking around -------------------------------------------------------------------------------------------------
 
     def _explore(self) -> None:
-        while self._waiting and len(self._known) < _MOST:
+        while self._waiting and len(self._visited) < _MOST:
             text, each, is_models = self._waiting.popleft()
-            if id(each) in self._known or is_instance(each, _CLOSED):
+            if id(each) in self._visited or is_instance(each, _CLOSED):
                 continue
-            self._known.add(id(each))
+            self._visited.add(id(each))
             if is_instance(each, CONTAINERS):
                 self._add_container(text, each, is_models)
             elif is_instance(each, count):
@@ -274,7 +274,7 @@ class HostState:
         self._add(text, each, snapshot, restore, is_models)
 
     def _add_class(self, kind: type) -> None:
-        self._known.add(id(kind))
+        self._visited.add(id(kind))
         for name, value in vars(kind).items():
             of_method = value.__func__ if is_instance(value, (staticmethod, classmethod)) else value
             function = value.fget if is_instance(value, property) else of_method

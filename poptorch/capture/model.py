@@ -19,7 +19,7 @@ from poptorch.base.host_numbers import HostNumbers
 from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.capture.captured_constants import CapturedConstant
 from poptorch.capture.checkpoints import checkpoints_in_regions
-from poptorch.capture.counters import Tape, noted_by_functions
+from poptorch.capture.counters import Tape, recording_number_functions
 from poptorch.capture.derivatives import derive, deriving
 from poptorch.capture.devices import named_as_cpus
 from poptorch.capture.gradient_hooks import hooks_of, recording_hooks
@@ -43,7 +43,7 @@ from poptorch.capture.torch_private import (
 )
 from poptorch.capture.torchvision_ops import choosing
 from poptorch.capture.trace import Trace, Value
-from poptorch.capture.tracer import CANNOT_READ, RetryWithoutPreserving, Tracer, going_on
+from poptorch.capture.tracer import CANNOT_READ, RetryWithoutPreserving, Tracer, capture_in_progress
 from poptorch.errors import Error, createPoptorchError
 from poptorch.placement.capture_context import CaptureContext
 from popxl.extend.source import SourceLocation
@@ -98,7 +98,7 @@ def capture(
     grouped: Collection[str] = (),
     excludes: Sequence[str] = (),
     with_scopes: bool = True,
-    cuts: GraphBreaks | None = None,
+    breaks: GraphBreaks | None = None,
     derives: bool = False,
     function: Callable[..., Any] | None = None,
     tape: Tape | None = None,
@@ -118,18 +118,18 @@ def capture(
         grouped: names of parameters of which `forward` sees the first row.
         excludes: files that no user wants to be pointed to.
         with_scopes: whether ops record the path of the module that runs them.
-        cuts: graph breaks, with the numbers of the inputs; records where the program has to end for the host to look.
+        breaks: graph breaks, with the numbers of the inputs; records where the program has to end for the host to look.
         derives: whether to differentiate the function.
         function: the user's function that runs, if it is not a module.
-        tape: tape of the arithmetic on numbers that the module changes; see `counters`.
+        tape: tape of the arithmetic on numbers that the module changes; see `poptorch.capture.counters`.
 
     Raises:
-        poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them, without `cuts`.
+        poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them, without `breaks`.
     """
 
     def once(keeps_whole: bool) -> Captured:
-        tracer = Tracer(ambient, lowered, excludes, keeps_whole, module, cuts, has_counters=tape is not None)
-        how = with_scopes, cuts, derives, function, tape
+        tracer = Tracer(ambient, lowered, excludes, keeps_whole, module, breaks, has_counters=tape is not None)
+        how = with_scopes, breaks, derives, function, tape
         return _capture(tracer, forward, places, module, flatten, grouped, *how)
 
     try:
@@ -147,7 +147,7 @@ def _capture(
     flatten: Callable[[Any], list[torch.Tensor]],
     grouped: Collection[str],
     with_scopes: bool,
-    cuts: GraphBreaks | None,
+    breaks: GraphBreaks | None,
     derives: bool,
     function: Callable[..., Any] | None,
     tape: Tape | None,
@@ -162,43 +162,26 @@ def _capture(
     fakes = {key: tracer.fake(_first_row(t) if key in grouped else t) for key, t in state.items()}
     inputs = list(map(tracer.fake_in, places))
     input_values = [recorder.new_input(t) for t in inputs]
-    state_values: dict[str, Value] = {}
-    by_tensor: dict[int, Value] = {}
-    for key, t in fakes.items():  # tied tensors are one value
-        of_buffer = None if isinstance(state[key], torch.nn.Parameter) else state[key].detach()
-        state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key, of_buffer)
-    if cuts is not None:
+    state_values = _state_inputs(recorder, state, fakes)
+    if breaks is not None:
         trained = [value for key, value in state_values.items() if state[key].requires_grad]
-        cuts.begin(input_values, {value: state[key].detach() for key, value in state_values.items()}, trained)
+        breaks.begin(input_values, {value: state[key].detach() for key, value in state_values.items()}, trained)
     tracer.hooks += hooks_of(module, state)
     attributes = Attributes(module)
     with ExitStack() as stack:
         stack.enter_context(recorder.leaving_numbers())
         stack.callback(fakes.clear)  # unreferenced tensors are gone before that
         stack.callback(inputs.clear)
-        if module is not None:
-            stack.enter_context(attributes.restored())
-        on_host = tracer.host_state = stack.enter_context(HostState(module, function).restored())
-        if module is not None:
-            stack.enter_context(with_tensors(module, fakes))
-            stack.enter_context(averaging())
-            stack.enter_context(recurrent_in_any_dtype())
-            if with_scopes:
-                stack.enter_context(_scopes(module, recorder.scopes))
+        on_host = stack.enter_context(_fake_module(tracer, module, fakes, attributes, function, with_scopes))
         stack.enter_context(not_rebound(module, is_constant_state))
-        stack.enter_context(going_on(tracer))
-        stack.enter_context(seeding(recorder))
-        stack.enter_context(checkpoints_in_regions(tracer))
-        stack.enter_context(named_as_cpus(tracer.device_of))
-        for change in _ALWAYS:
-            stack.enter_context(change())
+        stack.enter_context(_patches(tracer))
         applications = stack.enter_context(deriving(tracer)) if derives else []
         if derives:
             stack.enter_context(recording_hooks(tracer))
         stack.enter_context(tracer.listening())
         if tape is not None and module is not None:
-            stack.enter_context(noted_by_functions(on_host.namespaces))
-            _count(module, tape)
+            stack.enter_context(recording_number_functions(on_host.namespaces))
+            _insert_counters(module, tape)
         with _located_errors(recorder):
             result = forward(list(inputs))
         changed = {name: was for name, was in attributes.counting().items() if f"model.{name}" not in on_host.apart}
@@ -210,11 +193,11 @@ def _capture(
         recorder.trace.outputs = leaves
         carried = dict(on_host.changes(recorder.is_of_run))
         if tape is not None and module is not None:
-            _end(module, tape, changed)
+            _remove_counters(module, tape, changed)
         carried |= {text: on_host.line_of(text) for text in recorder.overwritten()}
         recorder.resolve_requires_grad()
         for application in applications:
-            if cuts is not None and cuts.found:  # they know ops by their places
+            if breaks is not None and breaks.found:  # they know ops by their places
                 application.give_up()
             else:
                 derive(tracer, application)
@@ -237,6 +220,54 @@ def _capture(
     )
 
 
+def _state_inputs(
+    recorder: Recorder, state: Mapping[str, torch.Tensor], fakes: Mapping[str, torch.Tensor]
+) -> dict[str, Value]:
+    """Trace inputs for parameters and buffers by name; tied tensors are one input."""
+    values: dict[str, Value] = {}
+    by_tensor: dict[int, Value] = {}
+    for key, t in fakes.items():
+        of_buffer = None if isinstance(state[key], torch.nn.Parameter) else state[key].detach()
+        values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key, of_buffer)
+    return values
+
+
+@contextmanager
+def _fake_module(
+    tracer: Tracer,
+    module: torch.nn.Module | None,
+    fakes: dict[str, torch.Tensor],
+    attributes: Attributes,
+    function: Callable[..., Any] | None,
+    with_scopes: bool,
+) -> Iterator[HostState]:
+    """Give the module fake tensors for a block; afterwards restore it, and the host objects that `forward` changes."""
+    with ExitStack() as stack:
+        if module is not None:
+            stack.enter_context(attributes.restored())
+        tracer.host_state = stack.enter_context(HostState(module, function).restored())
+        if module is not None:
+            stack.enter_context(with_tensors(module, fakes))
+            stack.enter_context(averaging())
+            stack.enter_context(recurrent_in_any_dtype())
+            if with_scopes:
+                stack.enter_context(_scopes(module, tracer.recorder.scopes))
+        yield tracer.host_state
+
+
+@contextmanager
+def _patches(tracer: Tracer) -> Iterator[None]:
+    """Patch functions of PyTorch that a tracer cannot see, for a block."""
+    with ExitStack() as stack:
+        stack.enter_context(capture_in_progress(tracer))
+        stack.enter_context(seeding(tracer.recorder))
+        stack.enter_context(checkpoints_in_regions(tracer))
+        stack.enter_context(named_as_cpus(tracer.device_of))
+        for patch in _ALWAYS:
+            stack.enter_context(patch())
+        yield
+
+
 def _check_buffers(
     recorder: Recorder,
     state: Mapping[str, torch.Tensor],
@@ -256,22 +287,22 @@ def _check_buffers(
             raise _reshaped(key, state[key], starts[key], ends[key], recorder.reshaped.get(id(t)))
 
 
-def _count(module: torch.nn.Module, tape: Tape) -> None:
+def _insert_counters(module: torch.nn.Module, tape: Tape) -> None:
     """Replace the tape's numbers in module attributes by counters."""
-    tape.begin()
-    for place, (namespace, key) in enumerate(_holding(module, tape.first)):
-        namespace[key] = tape.counter(place)
+    tape.clear()
+    for index, (namespace, key) in enumerate(_namespaces_of(module, tape.first)):
+        namespace[key] = tape.counter(index)
 
 
-def _end(module: torch.nn.Module, tape: Tape, changed: Iterable[str]) -> None:
+def _remove_counters(module: torch.nn.Module, tape: Tape, changed: Iterable[str]) -> None:
     """Record final numbers on the tape, and remove counters from the module."""
     names = list({*tape.first, *changed})
-    for name, (namespace, key) in zip(names, _holding(module, names), strict=True):
-        tape.end(name, namespace.pop(key, None))
-    tape.finish()
+    for name, (namespace, key) in zip(names, _namespaces_of(module, names), strict=True):
+        tape.set_final(name, namespace.pop(key, None))
+    tape.refuse_referenced()
 
 
-def _holding(module: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[dict[str, Any], str]]:
+def _namespaces_of(module: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[dict[str, Any], str]]:
     """Attribute dictionary and key of each number, from its module path and name."""
     modules = dict(torch.nn.Module.named_modules(module))
     for name in names:

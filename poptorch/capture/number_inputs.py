@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.base.host_numbers import HostNumbers, Number, NumberPath, Operand
-from poptorch.capture.counters import COUNTED, Counter, Tape, as_python
+from poptorch.capture.counters import CARRIED_TYPES, Counter, Tape, as_python
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.trace import Data, Node, Trace, Value
 
@@ -72,7 +72,7 @@ def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace:
         if is_inside or not places or any(key not in _CARRYING.get(node.op, ()) for node, key in places):
             counter.tape.refuse(counter)
         for node, key in places:
-            counter.tape.slots[_slot(node, key, type(stand_in) is float)] = (counter.place,)
+            counter.tape.slots[_slot(node, key, type(stand_in) is float)] = (counter.index,)
     if counters:
         for node in nodes:
             node.made_of = None
@@ -211,7 +211,7 @@ def _positions(
             two = twos[key]
             a: Any = slots.get(one, one) if isinstance(one, Value) else as_python(one)
             b: Any = others.get(two, two) if isinstance(two, Value) else as_python(two)
-            if key in _CARRYING.get(op, ()) and all(type(each) in (tuple, *COUNTED) for each in (a, b)):
+            if key in _CARRYING.get(op, ()) and all(type(each) in (tuple, *CARRIED_TYPES) for each in (a, b)):
                 found.append((node, key, a, b))
             elif not all_equal(*(pytree.tree_leaves(each) for each in (one, two))):
                 return None

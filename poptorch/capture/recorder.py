@@ -74,7 +74,7 @@ class Recorder:
         self._ambient = ambient
         self._module = module
         self.frames = FrameStack(self.host, self.source)
-        self._seen: dict[int, TensorView] = {}
+        self._views: dict[int, TensorView] = {}
         self._cells: dict[int, TensorStorage] = {}
         self._all_cells: list[TensorStorage] = []
         self._parts = 0
@@ -99,14 +99,14 @@ class Recorder:
 
     def value_of(self, t: torch.Tensor) -> Value:
         """Current value of a tensor within the innermost function."""
-        seen = self._seen.get(id(t))
-        if seen is None:
-            seen = self._unknown(t)
-        if seen.version == seen.cell.version:
-            return self.frames.capture(seen.value)
-        value = self._view_values(seen.cell, seen.lens)[-1]
-        if self.frames.owns(seen.cell.value):
-            seen.value, seen.version = value, seen.cell.version
+        tracked = self._views.get(id(t))
+        if tracked is None:
+            tracked = self._unknown(t)
+        if tracked.version == tracked.cell.version:
+            return self.frames.capture(tracked.value)
+        value = self._view_values(tracked.cell, tracked.lens)[-1]
+        if self.frames.owns(tracked.cell.value):
+            tracked.value, tracked.version = value, tracked.cell.version
         return value
 
     def is_constant(self, t: torch.Tensor) -> bool:
@@ -117,17 +117,17 @@ class Recorder:
         """Display names of host tensors that a model reads, and overwrites or replaces by run-dependent tensors."""
         for frozen in self.host.constants:
             t = frozen.tensor()
-            seen = None if t is None else self._seen.get(id(t))
+            tracked = None if t is None else self._views.get(id(t))
             if (
-                seen is not None
-                and seen.cell.version
+                tracked is not None
+                and tracked.cell.version
                 or any(map(self.is_of_run, pytree.tree_leaves(frozen.current_object)))
             ):
                 yield frozen.text
 
     def is_of_run(self, each: object) -> bool:
         """Whether an object is a run-dependent tensor: computed, or an input."""
-        if not isinstance(each, FakeTensor) or id(each) not in self._seen:
+        if not isinstance(each, FakeTensor) or id(each) not in self._views:
             return False
         value = self.value_of(each)
         return not value.is_constant and not (value.made_by is None and value.name)
@@ -162,12 +162,12 @@ class Recorder:
     def write(self, t: torch.Tensor, value: Value) -> None:
         """Write a new value into a tensor, visible through all views of its storage."""
         self.value_of(t)  # makes it known
-        seen = self._seen[id(t)]
-        cell = seen.cell
+        tracked = self._views[id(t)]
+        cell = tracked.cell
         self._check_own(t, cell.value)
         if cell.place.overlaps:
             self._store(cell)
-        lens = seen.lens
+        lens = tracked.lens
         if any(view.repeats for view in lens):  # on the way back the old copies would come after the new number
             is_detached = any(view.op == "aten.detach" for view in lens)
             lens = (*[_detached(cell.value)] * is_detached, *views_between(cell.place, TensorLayout.from_tensor(t)))
@@ -181,7 +181,7 @@ class Recorder:
         cell.value = content
         cell.version += 1
         if not (keeps_history or TensorLayout.from_tensor(t).overlaps):
-            seen.value, seen.version = value, cell.version
+            tracked.value, tracked.version = value, cell.version
         cell.resolve_requires_grad()
         self._await(cell, value, t)
 
@@ -204,15 +204,15 @@ class Recorder:
 
     def track(self, t: torch.Tensor, requires_grad: bool = True) -> None:
         """Record an imminent change of `requires_grad`, which applies to later reads of the tensor."""
-        seen = self._seen.get(id(t))
-        if seen is not None and t.requires_grad != requires_grad:
-            seen.cell.resolve_requires_grad()
-            seen.is_frozen = not requires_grad
+        tracked = self._views.get(id(t))
+        if tracked is not None and t.requires_grad != requires_grad:
+            tracked.cell.resolve_requires_grad()
+            tracked.is_frozen = not requires_grad
 
     def moved(self, t: torch.Tensor) -> None:
         """Record that a tensor now views other elements of its storage (`transpose_`), or another storage."""
         self.reshaped[id(t)] = self.source()
-        self._seen.pop(id(t), None)
+        self._views.pop(id(t), None)
 
     def _view_values(self, cell: TensorStorage, lens: Sequence[View]) -> list[Value]:
         """Value of a storage, followed by results of each view in a lens."""
@@ -228,7 +228,7 @@ class Recorder:
         storage = self._storage(t)
         cell = self._cells[storage] = TensorStorage(t, TensorLayout.from_tensor(t), value, says_no)
         self._all_cells.append(cell)
-        self._seen[id(t)] = TensorView(t, cell, (), value, 0)
+        self._views[id(t)] = TensorView(t, cell, (), value, 0)
         self._await(cell, value, t)
 
     def _store(self, cell: TensorStorage) -> None:
@@ -250,9 +250,9 @@ class Recorder:
         taken = self.node("aten.take", "default", {"input": cell.value, "index": index})
         cell.place = replace(whole, shape=first.shape, stride=(step,))
         cell.value = self.result(taken, first.shape, whole.dtype)
-        for seen in self._seen.values():
-            if seen.cell is cell:
-                seen.lens = (*views_between(cell.place, whole), *seen.lens)
+        for tracked in self._views.values():
+            if tracked.cell is cell:
+                tracked.lens = (*views_between(cell.place, whole), *tracked.lens)
 
     def _await(self, cell: TensorStorage, value: Value, t: torch.Tensor, says_no: bool = True) -> None:
         """Schedule a gradient-flow check for a value, if PyTorch tracks it.
@@ -284,12 +284,12 @@ class Recorder:
             node.is_on_host = is_on_host
             if frozen is not None:
                 self.host.add(node, frozen)
-            return self._seen[id(t)]
+            return self._views[id(t)]
         if cell.place.overlaps:
             self._store(cell)
         lens = views_between(cell.place, TensorLayout.from_tensor(t))
-        seen = self._seen[id(t)] = TensorView(t, cell, lens, cell.value, -1)
-        return seen
+        tracked = self._views[id(t)] = TensorView(t, cell, lens, cell.value, -1)
+        return tracked
 
     def _storage(self, t: torch.Tensor) -> int:
         """Storage key, equal for tensors with shared storage."""
@@ -305,8 +305,11 @@ class Recorder:
         """Whether the model sees a tensor on the host: it existed before capture, or derives from host tensors only."""
         if not isinstance(t, FakeTensor):
             return not getattr(t, MADE_IN_CAPTURE, False)
-        seen = self._seen.get(id(t))
-        return seen is not None and (seen.value if seen.version == seen.cell.version else seen.cell.value).is_on_host
+        tracked = self._views.get(id(t))
+        return (
+            tracked is not None
+            and (tracked.value if tracked.version == tracked.cell.version else tracked.cell.value).is_on_host
+        )
 
     def move(self, t: torch.Tensor, moved: torch.Tensor) -> None:
         """Record an explicit move of a host tensor to the device: an intended program constant."""
@@ -345,7 +348,7 @@ class Recorder:
     def _input_value(self, t: torch.Tensor) -> Value:
         """Current value of a tensor as an op input; frozen tensors pass no gradients."""
         value = self.value_of(t)
-        if not self._seen[id(t)].is_frozen:
+        if not self._views[id(t)].is_frozen:
             return value
         stop = self.result(self.node("aten.detach", "default", {"input": value}), value.shape, value.dtype)
         stop.requires_grad = False
@@ -368,7 +371,7 @@ class Recorder:
         for t in pytree.tree_leaves(tensors):
             if isinstance(t, torch.Tensor):
                 value = self.result(node, tuple(t.shape), t.dtype)
-                if id(t) not in self._seen:
+                if id(t) not in self._views:
                     self._introduce(t, value, says_no)
 
     def views(self, node: Node, arguments: Mapping[str, Any], tensors: Any) -> bool:
@@ -378,7 +381,7 @@ class Recorder:
         looked_at = next((t for t in given if results and self._storage(t) == self._storage(results[0])), None)
         if looked_at is None:
             return False
-        base = self._seen[id(looked_at)]
+        base = self._views[id(looked_at)]
         place = _replaced(dict(arguments), looked_at, LOOKED_AT)
         shapes = tuple(tuple(t.shape) for t in results)
         # Functions that make tensors (`torch.zeros`) end with a `detach`. Later on gradients may well flow through
@@ -388,7 +391,7 @@ class Recorder:
             value = self.result(node, shapes[i], t.dtype)
             view = View(node.op, node.overload, place, shapes, t.dtype, i, TensorLayout.from_tensor(t).overlaps)
             lens = base.lens if is_same else (*base.lens, view)
-            self._seen[id(t)] = TensorView(t, base.cell, lens, value, base.cell.version)
+            self._views[id(t)] = TensorView(t, base.cell, lens, value, base.cell.version)
             # Nor do tensors that PyTorch keeps for its backward pass, such as the mean of a norm.
             self._await(base.cell, value, t, says_no=not is_same)
         return True
@@ -421,7 +424,7 @@ class Recorder:
             self._parts -= 1
         for t in whole:
             value = self.value_of(t)
-            self._await(self._seen[id(t)].cell, value, t)
+            self._await(self._views[id(t)].cell, value, t)
 
     # Functions ------------------------------------------------------------------------------------------------------
 
@@ -465,12 +468,12 @@ class Recorder:
             yield
         finally:
             kept = [
-                (weakref.ref(seen.tensor), value if self._is_constant(seen) else None, value.made_by)
-                for seen in list(self._seen.values())
-                if isinstance(seen.tensor, FakeTensor)
-                for value in (self.value_of(seen.tensor) if self._is_constant(seen) else seen.value,)
+                (weakref.ref(tracked.tensor), value if self._is_constant(tracked) else None, value.made_by)
+                for tracked in list(self._views.values())
+                if isinstance(tracked.tensor, FakeTensor)
+                for value in (self.value_of(tracked.tensor) if self._is_constant(tracked) else tracked.value,)
             ]
-            self._seen.clear()
+            self._views.clear()
             self._cells.clear()
             self._all_cells.clear()
             # A kept tensor may be a view of another one: that is free once the view has its own numbers.
@@ -484,9 +487,9 @@ class Recorder:
                     forget_history(t)
                     become(t, StandIn.for_tensor(t, "" if made_by is None else str(made_by.source)))
 
-    def _is_constant(self, seen: TensorView) -> bool:
+    def _is_constant(self, tracked: TensorView) -> bool:
         """Whether tensor contents are known, and do not belong to a loop body."""
-        return all(self.frames.owns(v) and v.is_constant for v in (seen.value, seen.cell.value))
+        return all(self.frames.owns(v) and v.is_constant for v in (tracked.value, tracked.cell.value))
 
 
 def _detached(value: Value) -> View:

@@ -85,10 +85,10 @@ class Tracer:
         excludes: Sequence[str],
         keeps_whole: bool = True,
         module: torch.nn.Module | None = None,
-        cuts: GraphBreaks | None = None,
+        breaks: GraphBreaks | None = None,
         has_counters: bool = False,
     ) -> None:
-        self._cuts = cuts
+        self._breaks = breaks
         self.has_counters = has_counters
         self.recorder = Recorder(ambient, excludes, module)
         self.hooks: list[str] = []
@@ -409,11 +409,11 @@ class Tracer:
     @property
     def may_break_graph(self) -> bool:
         """Whether a graph break is allowed at this point."""
-        return self._cuts is not None and not (self.recorder.frames.is_nested or in_transform())
+        return self._breaks is not None and not (self.recorder.frames.is_nested or in_transform())
 
     def break_graph(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Insert a graph break for a function with run-dependent results; returns these results."""
-        assert self._cuts is not None
+        assert self._breaks is not None
         leaves, structure = pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         values = [self.recorder.value_of(leaves[i]) for i in places]
@@ -429,15 +429,15 @@ class Tracer:
         source = self.recorder.source()
         with self.suspended(), without_modes():
             tracked = any(leaves[i].requires_grad for i in places)
-            cut, made = self._cuts.insert(len(self.recorder.trace.nodes), values, run, source, tracked)
+            graph_break, made = self._breaks.insert(len(self.recorder.trace.nodes), values, run, source, tracked)
 
         def begin(t: torch.Tensor) -> torch.Tensor:
             fake = self.fake(t.detach())
-            cut.made.append(self.recorder.new_made(fake))
+            graph_break.made.append(self.recorder.new_made(fake))
             return fake
 
         result = pytree.tree_map_only(torch.Tensor, begin, made)
-        self._cuts.know(cut, made)
+        self._breaks.know(graph_break, made)
         return result
 
     def constant(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -484,7 +484,7 @@ def current() -> Tracer | None:
 
 
 @contextmanager
-def going_on(tracer: Tracer) -> Iterator[None]:
+def capture_in_progress(tracer: Tracer) -> Iterator[None]:
     """Make this capture `current` within a block."""
     _tracers.append(tracer)
     try:

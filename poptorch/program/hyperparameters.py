@@ -50,7 +50,9 @@ class Hyperparameters:
         self.groups = len(optimizer.param_groups)
         self.constants = numbers_of(optimizer, rule)
         self._variable = [key for key in self.constants if self._varies(optimizer, key)]
-        self._known = {kind: names | usual_attributes(kind, rule) for kind, names in attributes_of(optimizer).items()}
+        self._expected_attributes = {
+            kind: names | usual_attributes(kind, rule) for kind, names in attributes_of(optimizer).items()
+        }
 
     def is_variable(self, key: Key) -> bool:
         """Whether a hyperparameter is a program input."""
@@ -121,10 +123,10 @@ class Hyperparameters:
         """Warn once about unexpected attributes, which have no effect."""
         log = logger.debug if self._relaxed else logger.warning
         for kind, names in attributes_of(optimizer).items():
-            known = self._known.setdefault(kind, usual_attributes(kind, self._rule))
-            if unknown := sorted(names - known):
+            expected = self._expected_attributes.setdefault(kind, usual_attributes(kind, self._rule))
+            if unknown := sorted(names - expected):
                 log("Ignoring unexpected %s in %s optimizer: %s", kind, self._rule.name, unknown)
-                known |= names
+                expected |= names
 
 
 def display_name(number: str) -> str:

@@ -456,17 +456,17 @@ class Program:
 class _Lazy(Mapping[str, popxl.Tensor]):
     """Tensors whose ops are added to the current graph where the tensors are read."""
 
-    def __init__(self, made: Mapping[str, Callable[[], popxl.Tensor]]) -> None:
-        self._made = made
+    def __init__(self, makers: Mapping[str, Callable[[], popxl.Tensor]]) -> None:
+        self._makers = makers
 
     def __getitem__(self, name: str) -> popxl.Tensor:
-        return self._made[name]()
+        return self._makers[name]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._made)
+        return iter(self._makers)
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._makers)
 
 
 def _noise(spec: popxl.TensorSpec, number: int) -> popxl.Tensor:

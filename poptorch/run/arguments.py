@@ -138,7 +138,7 @@ class Signature:
     ) -> None:
         self._binder = Binder(forward)
         values = self._binder.bind(args, kwargs)
-        self._given = self._binder.passed_names(args, kwargs)
+        self._passed_names = self._binder.passed_names(args, kwargs)
         self._positional = len(args)
         self._structures: dict[str, Structure] = {}
         self.carries, self.carries_numbers = False, carries_numbers
@@ -154,7 +154,7 @@ class Signature:
             self._structures[name] = structure_of(value, name, KnownObjects(carries=carries, looked_at=looked_at or ()))
         self._has_objects = any(True for name, s in self._structures.items() for _ in s.objects(values[name]))
         self.leaves = tuple(leaf for structure in self._structures.values() for leaf in structure.leaves())
-        self._wanted = {name for name, s in self._structures.items() if name in self._given or any(s.leaves())}
+        self._wanted = {name for name, s in self._structures.items() if name in self._passed_names or any(s.leaves())}
         for structure in self._structures.values():
             for name, constant in structure.constants():
                 if not callable(constant) and holds_tensor(constant, torch.Tensor):
@@ -203,8 +203,8 @@ class Signature:
     def _differences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Describe each argument mismatch between a call and the first call, one sentence per mismatch."""
         given = self._binder.passed_names(args, kwargs)
-        missing = [name for name in self._given if name not in given]
-        unexpected = [name for name in given if name not in self._given]
+        missing = [name for name in self._passed_names if name not in given]
+        unexpected = [name for name in given if name not in self._passed_names]
         return (
             f"Number of positional arguments mismatch: expected {self._positional} arguments but got {len(args)}. "
             * (len(args) != self._positional)

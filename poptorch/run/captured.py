@@ -45,8 +45,8 @@ def captured_model(
     options: Options,
     training: bool,
     grouped: list[str],
-    cuts: GraphBreaks | None = None,
-    told: set[str] | None = None,
+    breaks: GraphBreaks | None = None,
+    warned: set[str] | None = None,
     has_fewer_rows: bool = False,
     counts: Collection[str] | None = None,
 ) -> tuple[Captured, OutputStructure]:
@@ -54,7 +54,7 @@ def captured_model(
 
     Args:
         places: layouts of the tensors of a micro-batch in memory; see `layouts_of`.
-        told: warnings given about host tensors; new ones are added.
+        warned: warnings given about host tensors; new ones are added.
         has_fewer_rows: whether the program is for fewer rows than another one, which the options allowed.
         counts: numbers of the module that the program carries; `None` for all that it can.
 
@@ -63,7 +63,7 @@ def captured_model(
             not fit the options.
     """
 
-    def once(cuts: GraphBreaks | None, tape: Tape | None = None) -> tuple[Captured, OutputStructure, CaptureContext]:
+    def once(breaks: GraphBreaks | None, tape: Tape | None = None) -> tuple[Captured, OutputStructure, CaptureContext]:
         # Both of the last time that it ran, as it may have to run again.
         answers: list[OutputStructure] = []
         overwritten: list[str] = []
@@ -91,28 +91,28 @@ def captured_model(
                 grouped=grouped,
                 excludes=options.source_location_excludes,
                 with_scopes=options.module_namescope_enabled,
-                cuts=cuts,
+                breaks=breaks,
                 derives=training,
                 function=model if module is None else None,
                 tape=tape,
             )
-        _tell_of_arguments(overwritten, module, model)
+        _warn_of_arguments(overwritten, module, model)
         return captured, answers[0], ambient
 
-    captured, answer, ambient = once(cuts)
-    is_cut = cuts is not None and bool(cuts.found)
-    if not is_cut and (counting := _counting(captured, partial(once, None), counts)) is not None:
+    captured, answer, ambient = once(breaks)
+    has_breaks = breaks is not None and bool(breaks.found)
+    if not has_breaks and (counting := _counting(captured, partial(once, None), counts)) is not None:
         captured, answer, ambient = counting
-    _tell_of_carried(captured, module)
+    _warn_of_carried(captured, module)
     for text in _on_host(captured):
-        if told is None or text not in told:
+        if warned is None or text not in warned:
             logger.warning("%s", text)
-        if told is not None:
-            told.add(text)
+        if warned is not None:
+            warned.add(text)
     if training and captured.hooks:
         raise hook_problem(captured.hooks[0])
     given = set(map(id, captured.trace.inputs))
-    if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)) and not is_cut:
+    if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)) and not has_breaks:
         raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
     if options.Precision.floating_point_exceptions:
         _watch_comparisons(captured.trace)
@@ -172,7 +172,7 @@ def _with_numbers(
     (tape, (captured, answer, ambient)), *_ = found
     numbers, slots = together
     carried = {f"model.{name}" for name in tape.first}
-    shown = {text: line for text, line in plain.carried.items() if text.removeprefix("model.") in tape.texts}
+    shown = {text: line for text, line in plain.carried.items() if text.removeprefix("model.") in tape.formatted}
     changes = plain.carried | captured.carried  # changes that cannot be undone occur once
     others = {text: line for text, line in changes.items() if text not in carried}
     return replace(captured, numbers=numbers, slots=slots, carried=others, shown=shown), answer, ambient
@@ -189,24 +189,24 @@ def layouts_of(tensors: Sequence[torch.Tensor], signature: Signature, batching: 
     return places
 
 
-_told: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
-"""What was told of modules that is not carried from run to run."""
+_warned: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
+"""Warnings given, by module."""
 
 
-def _tell_of_carried(captured: Captured, module: torch.nn.Module | None) -> None:
+def _warn_of_carried(captured: Captured, module: torch.nn.Module | None) -> None:
     """Warn, once per item, about host state changed by `forward`."""
-    told = set() if module is None else _told.setdefault(module, set())
+    warned = set() if module is None else _warned.setdefault(module, set())
     for text, line in captured.shown.items():
-        if f"text of {text}" not in told:
-            told.add(f"text of {text}")
+        if f"text of {text}" not in warned:
+            warned.add(f"text of {text}")
             logger.warning(
                 "`forward` makes a text of %s (%s), or of what it computes with it. The program carries the number "
                 "from run to run, but the text stays that of the first one.",
                 text,
                 line,
             )
-    if names := [text for text in captured.carried if text not in told]:
-        told.update(names)
+    if names := [text for text in captured.carried if text not in warned]:
+        warned.update(names)
         places = [f"{text} ({line})" if (line := captured.carried[text]) else text for text in names]
         logger.warning(
             "`forward` changes %s. A program carries parameters, buffers and numbers that `forward` only computes with "
@@ -218,12 +218,12 @@ def _tell_of_carried(captured: Captured, module: torch.nn.Module | None) -> None
         )
 
 
-def _tell_of_arguments(names: Sequence[str], module: torch.nn.Module | None, model: Callable[..., Any]) -> None:
+def _warn_of_arguments(names: Sequence[str], module: torch.nn.Module | None, model: Callable[..., Any]) -> None:
     """Warn, once per name, about arguments whose lists and dictionaries `forward` changes."""
-    told = set() if module is None else _told.setdefault(module, set())
+    warned = set() if module is None else _warned.setdefault(module, set())
     for name in names:
-        if f"argument {name}" not in told:
-            told.add(f"argument {name}")
+        if f"argument {name}" not in warned:
+            warned.add(f"argument {name}")
             line = HostState(module, model if module is None else None).line_of(name)
             logger.warning(
                 "`forward` changes its argument `%s`%s. It has a copy of the lists and dictionaries among its "
@@ -234,7 +234,7 @@ def _tell_of_arguments(names: Sequence[str], module: torch.nn.Module | None, mod
             )
 
 
-_MOST_TOLD = 3
+_MOST_WARNINGS = 3
 """Maximum number of an object's further tensors with a warning each."""
 
 
@@ -243,7 +243,7 @@ def _on_host(captured: Captured) -> Iterator[str]:
     frozen = [each for each in captured.frozen if each.met is not None and not each.of_module]
     for holder, group in groupby(frozen, lambda each: re.split(r"[.\[]", each.text, maxsplit=1)[0]):
         first, *others = group
-        if len(others) > _MOST_TOLD:
+        if len(others) > _MOST_WARNINGS:
             yield (
                 f"`{first.text}` and {len(others)} other tensors of `{holder}` are tensors of the host, and used on "
                 f"the device ({first.met}): their numbers are frozen, a part of the program from now on. If they are "

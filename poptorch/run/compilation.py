@@ -92,7 +92,7 @@ def compiled_model(
     places: list[TensorLayout] = []  # of the arguments
 
     def capture(signature: Signature, tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> ExecutionPath:
-        cuts = GraphBreaks(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
+        breaks = GraphBreaks(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
         captured, answer = captured_model(
             call,
             module,
@@ -102,12 +102,12 @@ def compiled_model(
             options,
             training,
             grouped,
-            cuts,
-            model.told,
+            breaks,
+            model.warned,
             has_fewer_rows,
             () if answers else counts,
         )
-        return ExecutionPath(captured, answer, () if cuts is None else cuts.found)
+        return ExecutionPath(captured, answer, () if breaks is None else breaks.found)
 
     def capture_first(signature: Signature) -> ExecutionPath:
         tensors = signature.check(args, kwargs)
@@ -120,7 +120,7 @@ def compiled_model(
     if not has_fewer_rows:
         signature.tell_of_dicts()
     _check_apart(model, path.captured, () if update is None else update.names)
-    if path.cuts:
+    if path.breaks:
         again = partial(capture, signature), partial(_capturing, model.attributes)
         of_parts = *again, path, signature, batching, options, read, seed
         return BrokenGraph(*of_parts) if update is None else TrainedBrokenGraph(*of_parts, update=update, count=count)
@@ -179,7 +179,7 @@ def _hidden(
         else:
             known = capture(signature_of(None))
             # Paths may inspect different values, and checks of a `type` go unnoticed.
-            is_same = not known.cuts and known.captured.trace.is_like(path.captured.trace)
+            is_same = not known.breaks and known.captured.trace.is_like(path.captured.trace)
             return signature, path if is_same else None, known
     return signature, None, None
 
@@ -213,7 +213,7 @@ def carries(
         places = layouts_of(signature.check(args, kwargs), signature, batching)
         of_model = model.call, model.module, signature, places, batching, options, training, list(model.grouped)
         counts = list(compiled.host_numbers)
-        return ExecutionPath(*captured_model(*of_model, told=model.told, counts=counts), cuts=())
+        return ExecutionPath(*captured_model(*of_model, warned=model.warned, counts=counts), breaks=())
 
     signature, path, _ = _hidden(signature_of, capture)
     if path is None or not signature.fits(*first):

@@ -47,7 +47,7 @@ class Compiled:
         constants: numbers of results that the program does not compute, by number of the result.
         results: results of the program: those of the model, anchored tensors, inputs that are overwritten.
         rewritten: numbers of the inputs that are overwritten.
-        ends: inputs, outputs and variables of the program for the host.
+        io: inputs, outputs and variables of the program for the host.
         session: runs the program.
         seed: seed of the random numbers.
         checks: run op by op, and raise where a number is not finite.
@@ -59,7 +59,7 @@ class Compiled:
 
     Attributes:
         signature, structure: as passed, until more values are found to be carried.
-        ends, session, seed, read, counting: as passed.
+        io, session, seed, read, counting: as passed.
         anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
         version: number of writes to the variables.
     """
@@ -72,7 +72,7 @@ class Compiled:
         constants: Mapping[int, torch.Tensor],
         results: Sequence[Result],
         rewritten: Sequence[int],
-        ends: ProgramIO,
+        io: ProgramIO,
         session: popxl.Session,
         seed: int,
         checks: bool = False,
@@ -84,7 +84,7 @@ class Compiled:
     ) -> None:
         self.signature, self.batching, self.structure = signature, batching, structure
         self.constants, self.results, self.rewritten = dict(constants), tuple(results), tuple(rewritten)
-        self.ends, self.session, self.seed = ends, session, seed
+        self.io, self.session, self.seed = io, session, seed
         self.read = dict(read or {})
         self.counting = counting
         self.version = 0
@@ -102,18 +102,18 @@ class Compiled:
         self._run_lock = threading.Lock()
         self._inputs = [
             (i, stream, leaf.dtype is device_dtype(leaf.dtype), self._shape_of_rows(leaf.shape))
-            for i, stream in ends.inputs.items()
+            for i, stream in io.inputs.items()
             for leaf in (signature.leaves[i],)
         ]
         self._outputs = [
             (stream, self._has_leading_dims(stream, result), self._shape_of_result(result))
-            for stream, result in zip(ends.outputs, results, strict=True)
+            for stream, result in zip(io.outputs, results, strict=True)
         ]
         self._anchors = [result.anchor for result in results if result.anchor]
         self._count = len(results) - len(self._anchors) - len(rewritten)
         replicas = batching.groups.replicas
         self._steps = (
-            [batching.micro_batches * replicas] * len(ends.inputs),
+            [batching.micro_batches * replicas] * len(io.inputs),
             [result.count * replicas for result in results[: self._count]],
         )
         self._moments = (0.0, 0.0, 0.0, 0.0)
@@ -138,7 +138,7 @@ class Compiled:
     def fetched(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the program once. Return all raw outputs, from which `rebuilt` assembles the result."""
         if self._frozen:
-            self._tell_frozen()
+            self._warn_of_changed_constants()
         if self.rewritten:
             self._check_apart(tensors)
         asked = perf_counter()
@@ -241,12 +241,12 @@ class Compiled:
         """Wait for a run, and return zeros instead of its outputs: reading them would cause a transfer."""
         if isinstance(outputs, Outputs):
             outputs.wait()
-        return {s: np.zeros(self.session.host_shape(s), s.dtype.as_numpy()) for s in self.ends.outputs}
+        return {s: np.zeros(self.session.host_shape(s), s.dtype.as_numpy()) for s in self.io.outputs}
 
-    def _tell_frozen(self) -> None:
+    def _warn_of_changed_constants(self) -> None:
         """Warn once per changed host tensor that its change has no effect: the program contains its numbers."""
         changed = [(each, what) for each in self._frozen if (what := each.change())]
-        self._frozen = [each for each in self._frozen if all(each is not told for told, _ in changed)]
+        self._frozen = [each for each in self._frozen if all(each is not other for other, _ in changed)]
         for each, what in changed:
             logger.warning(
                 "`%s` %s than when the model was compiled, which has no effect: its numbers are a part of the program. "
@@ -297,8 +297,8 @@ class Compiled:
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
         """Device values of parameters and buffers by name, optionally only the named ones."""
-        found = self._fetched({n: v for n, v in self.ends.variables.items() if names is None or n in names})
-        of_each_replica = self.ends.written if self.session.ir.replication_factor > 1 else ()
+        found = self._fetched({n: v for n, v in self.io.variables.items() if names is None or n in names})
+        of_each_replica = self.io.written if self.session.ir.replication_factor > 1 else ()
         return {name: array[0] if name in of_each_replica else array for name, array in found.items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
@@ -313,7 +313,7 @@ class Compiled:
                     f"The buffer {name} is not what it was when the model was compiled. `forward` has read its numbers "
                     "then (as `item()` does), so they are a part of the program. Call `destroy()` to compile it anew."
                 )
-        variables = {name: v for name, v in self.ends.variables.items() if name in host}
+        variables = {name: v for name, v in self.io.variables.items() if name in host}
         for name, v in variables.items():
             shape = host[name].shape
             if v.shape_on_host[len(v.shape_on_host) - len(shape) :] != shape:
@@ -325,17 +325,17 @@ class Compiled:
 
     def state(self) -> dict[str, np.ndarray]:
         """The optimiser state by name."""
-        return {name: array.copy() for name, array in self._fetched(self.ends.state).items()}
+        return {name: array.copy() for name, array in self._fetched(self.io.state).items()}
 
     def write_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Overwrite optimiser state."""
-        self._write({self.ends.state[name]: value for name, value in state.items()})
+        self._write({self.io.state[name]: value for name, value in state.items()})
 
     def write_numbers(self, numbers: np.ndarray) -> None:
         """Set optimiser hyperparameters, effective next run."""
-        if self.ends.numbers is not None:
+        if self.io.numbers is not None:
             replicas = self.batching.groups.replicas
-            self._numbers[self.ends.numbers] = np.tile(numbers, (replicas, 1)) if replicas > 1 else numbers
+            self._numbers[self.io.numbers] = np.tile(numbers, (replicas, 1)) if replicas > 1 else numbers
 
     @property
     def host_numbers(self) -> dict[str, Number]:
@@ -354,12 +354,12 @@ class Compiled:
         replicas, count = self.batching.groups.replicas, self.batching.micro_batches
         arrays = [array if count > 1 else array[0] for array in self.counting.advance(count)]
         given = [np.stack([array] * replicas) if replicas > 1 else array for array in arrays]
-        return dict(zip(self.ends.counted, given, strict=True))
+        return dict(zip(self.io.counted, given, strict=True))
 
     @property
     def _random(self) -> dict[tuple[str, str], Variable]:
         """Variables with the state of random numbers: of the model's ops, and of stochastic rounding."""
-        variables = {("random", ""): self.ends.random, ("rounding", ""): self.session.ir.rounding_seed}
+        variables = {("random", ""): self.io.random, ("rounding", ""): self.session.ir.rounding_seed}
         return {key: v for key, v in variables.items() if v is not None}
 
     @property
@@ -384,7 +384,7 @@ class Compiled:
 
     def reseed(self) -> None:
         """Reset the random generator to its seed."""
-        if (random := self.ends.random) is not None:
+        if (random := self.io.random) is not None:
             seeds = popxl.create_seeds(self.seed, replicas=self.session.ir.replication_factor)
             self._write({random: seeds.reshape(random.shape_on_host)})
 
@@ -408,9 +408,9 @@ class Compiled:
 
     @property
     def _lasting(self) -> dict[tuple[str, str], Variable]:
-        ends = self.ends
-        found = {("weight", name): v for name, v in ends.variables.items()}
-        found |= {("state", name): v for name, v in ends.state.items()}
+        io = self.io
+        found = {("weight", name): v for name, v in io.variables.items()}
+        found |= {("state", name): v for name, v in io.state.items()}
         return found | self._random
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:

@@ -348,7 +348,7 @@ class PoplarExecutor(ProgramInspection):
             if anew:
                 assert self._trainer.update is not None
                 first = {kept.name: kept.value for kept in self._trainer.update.state}
-                compiled.write_state({name: first[name] for name in compiled.ends.state})
+                compiled.write_state({name: first[name] for name in compiled.io.state})
         self._use(compiled)
 
     def __reduce__(self) -> Any:

@@ -99,11 +99,11 @@ class BrokenGraph:
         self._root = Subgraph()
         self._runs = 0
         self._is_attached = False
-        self._has_told = False
-        self._held: dict[str, torch.Tensor] = {}
+        self._has_warned = False
+        self._host_buffers: dict[str, torch.Tensor] = {}
         if path.captured.written and self._holds_buffers:
             arrays, buffers = host(), [name for name, value in path.captured.state.items() if value.of_buffer]
-            self._held = {name: from_numpy(arrays[name].copy()) for name in buffers if name in arrays}
+            self._host_buffers = {name: from_numpy(arrays[name].copy()) for name in buffers if name in arrays}
         self._check(path)
         self._extend(path)
         for (
@@ -118,25 +118,25 @@ class BrokenGraph:
 
         Each program is compiled when a run reaches it: host results further along the path are guesses so far.
         """
-        if self._holds_buffers and (others := path.captured.written.keys() - self._held.keys()):
+        if self._holds_buffers and (others := path.captured.written.keys() - self._host_buffers.keys()):
             raise createPoptorchError(
-                f"{path.cuts[0].source}: `forward` overwrites {', '.join(sorted(others))} after what the host has "
+                f"{path.breaks[0].source}: `forward` overwrites {', '.join(sorted(others))} after what the host has "
                 "found here now, and no buffer after what it found first. Have it overwrite a buffer in all cases."
             )
         parts = [self._root]
-        for cut in path.cuts:
-            parts[-1].cut = parts[-1].cut or cut
-            parts.append(parts[-1].after.setdefault(cut.key, Subgraph(used=self._runs)))
+        for graph_break in path.breaks:
+            parts[-1].graph_break = parts[-1].graph_break or graph_break
+            parts.append(parts[-1].after.setdefault(graph_break.key, Subgraph(used=self._runs)))
         for part, ops in zip(parts, segment_ops(path), strict=True):
             if part.content is not None and part.ops != ops:
                 raise createPoptorchError(
-                    f"`forward` does something else than before, up to where the host looks ({path.cuts[0].source}), "
+                    f"`forward` does something else than before, up to where the host looks ({path.breaks[0].source}), "
                     "for the same shapes and numbers. Python that changes from call to call cannot be compiled."
                 )
             part.ops = ops
-        places = ValueIds(path, self._held)
-        for part, cut in zip(parts, path.cuts, strict=False):
-            part.asked = [places[value] for value in cut.given]
+        places = ValueIds(path, self._host_buffers)
+        for part, graph_break in zip(parts, path.breaks, strict=False):
+            part.asked = [places[value] for value in graph_break.given]
         needed = self._needed(path, places, parts)
         changed = False
         for number, (part, content) in enumerate(zip(parts, needed, strict=True)):
@@ -185,8 +185,8 @@ class BrokenGraph:
         constants = {id(node) for node in trace.nodes if is_constant(node)}
         found: list[Content] = []
         for i in reversed(range(len(parts))):
-            if i < len(path.cuts):
-                needed |= set(path.cuts[i].given)
+            if i < len(path.breaks):
+                needed |= set(path.breaks[i].given)
             ops = [node for node in trace.nodes[: begins[i]] if id(node) in constants]
             ops += trace.nodes[begins[i] : ends[i]]
             here = {id(value) for node in ops for value in node.results}
@@ -210,7 +210,7 @@ class BrokenGraph:
         values = [places.value[place] for place in content.given]
         wanted = [places.value[place] for place in content.wanted]
         used = {id(value) for node in nodes for value in node.inputs} | set(map(id, wanted))
-        own = {name: value for name, value in path.captured.state.items() if name not in self._held}
+        own = {name: value for name, value in path.captured.state.items() if name not in self._host_buffers}
         state = {name: value for name, value in own.items() if id(value) in used}
         tensors = [torch.empty(value.shape, dtype=value.dtype) for value in values]
         results = [torch.empty(value.shape, dtype=value.dtype) for value in wanted]
@@ -254,8 +254,8 @@ class BrokenGraph:
                 return
             oldest = min(ends, key=lambda part: part.used)
             line = self._forget(oldest)
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_warned:
+                self._has_warned = True
                 logger.warning(
                     "The model is compiled for each shape and number that the host finds on the way (%s), and these "
                     "are more than %d. Each new one costs a compilation. Pad to a few shapes, or choose with "
@@ -272,16 +272,16 @@ class BrokenGraph:
             before = next(part for part in self._root.descendants() if end in part.after.values())
             before.after = {key: part for key, part in before.after.items() if part is not end}
             if before.after or before is self._root:
-                assert before.cut is not None
-                return before.cut.source
+                assert before.graph_break is not None
+                return before.graph_break.source
             end = before
 
     def _check(self, path: ExecutionPath) -> None:
         """Check that graph breaks are allowed for a model."""
-        where = path.cuts[0].source
+        where = path.breaks[0].source
         if self._options.anchored_tensors:
             raise createPoptorchError(
-                f"{where}: a model that is cut here, for the host to look, has no anchored tensors."
+                f"{where}: a model that is graph_break here, for the host to look, has no anchored tensors."
             )
 
     def _close(self, part: Subgraph) -> None:
@@ -301,7 +301,7 @@ class BrokenGraph:
     def _run(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> tuple[Any] | None:
         """Execute one call. Return `None` if an existing program was recompiled, which requires restarting the call."""
         known: dict[ValueId, torch.Tensor] = {("input", i): t for i, t in enumerate(tensors)}
-        known |= {("held", name): t for name, t in self._held.items()}
+        known |= {("held", name): t for name, t in self._host_buffers.items()}
         answers: list[Any] = []
         part = self._root
         while True:
@@ -309,9 +309,9 @@ class BrokenGraph:
             if part.path is not None:
                 return (self._end(part, part.path, known, tensors, objects),)
             known |= self._run_part(part, known)
-            assert part.cut is not None
-            made = part.cut.numbers([known[place] for place in part.asked])
-            known |= {("cut", len(answers), j): t for j, t in enumerate(GraphBreak.tensors_in(made))}
+            assert part.graph_break is not None
+            made = part.graph_break.numbers([known[place] for place in part.asked])
+            known |= {("graph_break", len(answers), j): t for j, t in enumerate(GraphBreak.tensors_in(made))}
             answers.append(made)
             key = GraphBreak.key_of(made)
             if key not in part.after or part.after[key].content is None:  # it was tried, and could not be captured
@@ -346,7 +346,7 @@ class BrokenGraph:
         tensors: Sequence[torch.Tensor],
         objects: Sequence[Any],
     ) -> Any:
-        captured, places = path.captured, ValueIds(path, self._held)
+        captured, places = path.captured, ValueIds(path, self._host_buffers)
 
         def numbers(value: Value) -> torch.Tensor:
             constant = constant_of(value)
@@ -355,7 +355,7 @@ class BrokenGraph:
         with torch.no_grad():
             rewritten = [(i, numbers(value)) for i, value in captured.written_inputs.items()]
             results = [numbers(value) for value in captured.trace.outputs]
-            self._held |= {name: numbers(value).detach().clone() for name, value in captured.written.items()}
+            self._host_buffers |= {name: numbers(value).detach().clone() for name, value in captured.written.items()}
             for i, content in rewritten:
                 overwrite(tensors[i], content)
         return path.answer.rebuild(results, objects)
@@ -377,10 +377,10 @@ class BrokenGraph:
         return newest.compiled.session
 
     @property
-    def ends(self) -> ProgramIO:
+    def io(self) -> ProgramIO:
         """Tensor names of all programs, and buffers overwritten by the model."""
-        names = tuple(chain.from_iterable(each.ends.names for each in self._programs))
-        return ProgramIO(names=names, written=frozenset(self._held))
+        names = tuple(chain.from_iterable(each.io.names for each in self._programs))
+        return ProgramIO(names=names, written=frozenset(self._host_buffers))
 
     @property
     def is_attached(self) -> bool:
@@ -408,7 +408,7 @@ class BrokenGraph:
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
         """Device values of parameters and buffers by name, optionally only the named ones."""
-        held = {name: to_numpy(t) for name, t in self._held.items() if names is None or name in names}
+        held = {name: to_numpy(t) for name, t in self._host_buffers.items() if names is None or name in names}
         return held | {name: array for each in self._programs for name, array in each.weights(names).items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
@@ -418,7 +418,7 @@ class BrokenGraph:
             each.write_weights(host)
 
     def _hold(self, host: Mapping[str, np.ndarray]) -> None:
-        self._held |= {name: from_numpy(host[name].copy()) for name in self._held.keys() & host.keys()}
+        self._host_buffers |= {name: from_numpy(host[name].copy()) for name in self._host_buffers.keys() & host.keys()}
 
     @property
     def version(self) -> int:

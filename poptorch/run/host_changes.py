@@ -56,24 +56,24 @@ class HostChanges:
         self._others = [each for each in places if id(each.holder) in own]
         kinds = dict.fromkeys(chain.from_iterable(type(each).__mro__ for each in paths))
         self._classes = [(kind, dict(vars(kind))) for kind in kinds if is_users(kind)]
-        self._looks: list[Callable[[], Iterable[Any]]] = [
+        self._readers: list[Callable[[], Iterable[Any]]] = [
             *(_content_reader(each.holder) for each in self._places),
             *(vars(kind).values for kind, _ in self._classes),
         ]
-        self._seen: list[tuple[Any, ...]] = []
+        self._contents: list[tuple[Any, ...]] = []
         self._counts: list[Any] = []
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def new_changes(self) -> list[str]:
         """New changes by user-visible name, each reported once. Every model call checks, so this must be fast."""
         counts: list[Any] = [len(hooks) for _, hooks, _ in self._hooks]
         counts += (len(each.holder) for each in self._others)
         counts += map(type, self._paths)
-        if counts == self._counts and all(map(_is_unchanged, self._looks, self._seen)):
+        if counts == self._counts and all(map(_is_unchanged, self._readers, self._contents)):
             return []
-        self._counts, self._seen = counts, [tuple(look()) for look in self._looks]
-        names = [name for name in dict.fromkeys(self._changed()) if name not in self._told]
-        self._told.update(names)
+        self._counts, self._contents = counts, [tuple(read()) for read in self._readers]
+        names = [name for name in dict.fromkeys(self._changed()) if name not in self._warned]
+        self._warned.update(names)
         return names
 
     def _changed(self) -> Iterator[str]:
@@ -100,9 +100,9 @@ def _content_reader(holder: Any) -> Callable[[], Iterable[Any]]:
     return partial(dict.values, holder) if is_instance(holder, dict) else partial(iter, holder)
 
 
-def _is_unchanged(look: Callable[[], Iterable[Any]], seen: tuple[Any, ...]) -> bool:
-    now = tuple(look())
-    return len(now) == len(seen) and all(map(is_, now, seen))
+def _is_unchanged(read: Callable[[], Iterable[Any]], before: tuple[Any, ...]) -> bool:
+    now = tuple(read())
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _counts_in_module(kind: type, text: str, before: Any, now: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 from poptorch.base.host_numbers import Number
 from poptorch.base.replica_groups import GroupedParameter
 from poptorch.capture.attributes import Attributes, noting
-from poptorch.capture.counters import COUNTED
+from poptorch.capture.counters import CARRIED_TYPES
 from poptorch.errors import createPoptorchError
 from poptorch.run import weight_values
 
@@ -34,7 +34,7 @@ class HostModel:
         module: the model, if it is a module.
         attributes: current attributes of the module, and those set in `setting`.
         grouped: parameters with a value for each group of replicas, by name.
-        told: warnings given about host tensors in it.
+        warned: warnings given about host tensors in it.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -43,7 +43,7 @@ class HostModel:
         self.attributes = Attributes(self.module)
         self._reached: list[torch.nn.Module] = []
         self.grouped: dict[str, GroupedParameter] = {}
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -90,7 +90,7 @@ class HostModel:
         """Find the module and attribute name for a number's path."""
         path, _, key = name.rpartition(".")
         for at, module in () if self.module is None else torch.nn.Module.named_modules(self.module):
-            if at == path and type(vars(module).get(key)) in COUNTED:
+            if at == path and type(vars(module).get(key)) in CARRIED_TYPES:
                 yield module, key
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -37,7 +37,7 @@ class HostWrites:
         self._homes: list[tuple[str, dict[str, Any], int]] = []  # their holders, with the number of their tensors
         self._holders: tuple[dict[str, Any], ...] = ()
         self._keys: tuple[str, ...] = ()
-        self._held: tuple[Any, ...] = ()
+        self._values: tuple[Any, ...] = ()
 
     def forget(self, names: Collection[str] | None = None) -> None:
         """Record that device and host values agree: all of them, or only the named parameters and buffers."""
@@ -53,7 +53,9 @@ class HostWrites:
             self._tensors |= _without(tensors, names)
             self._versions |= _without(versions, names)
             self._places |= _without(places, names)
-        self._holders, self._keys, self._held = zip(*self._places.values(), strict=True) if self._places else ((),) * 3
+        self._holders, self._keys, self._values = (
+            zip(*self._places.values(), strict=True) if self._places else ((),) * 3
+        )
 
     def names(self) -> list[str]:
         """Names of tensors modified since `forget`. Every model call checks, so this must be fast."""
@@ -65,9 +67,9 @@ class HostWrites:
     def replaced(self) -> list[str]:
         """Names of replaced or added parameters, buffers and modules since `forget`. Equally fast."""
         grown = [home for home in self._homes if len(home[1]) > home[2]]
-        if not grown and all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
+        if not grown and all(map(is_, map(dict.get, self._holders, self._keys), self._values)):
             return []
-        others = [name for name, (holder, key, held) in self._places.items() if holder.get(key) is not held]
+        others = [name for name, (holder, key, value) in self._places.items() if holder.get(key) is not value]
         return others + [path + key for path, holder, _ in grown for key in holder if path + key not in self._places]
 
     def _now(self) -> dict[str, int]:

@@ -24,7 +24,7 @@ class ProgramInspection(ModelLifecycle):
         `"UpdatedVar___<parameter>"`, the numbers of the optimiser and its state.
         """
         assert self._compiled is not None, "getTensorNames: the model has not been compiled."
-        return [*self._compiled.ends.names, *(self._trainer.names() if self._trainer is not None else ())]
+        return [*self._compiled.io.names, *(self._trainer.names() if self._trainer is not None else ())]
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
         """An anchored tensor's values from the last call.

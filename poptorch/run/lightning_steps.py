@@ -292,7 +292,7 @@ class Step(torch.nn.Module):
         numbers = [index[0] for index in indices]
         positional = len(numbers) - len(self.keywords)
         noting, appended = _Noting(), _appends(self.module)
-        with self._deferring(noting), _telling_of_numbers(self.module, self.step):
+        with self._deferring(noting), _warn_of_numbers(self.module, self.step):
             result = getattr(self.module, self.step)(
                 batch, *numbers[:positional], **dict(zip(self.keywords, numbers[positional:], strict=True))
             )
@@ -371,7 +371,7 @@ def _appends(module: torch.nn.Module) -> Callable[[], Iterator[tuple[Callable[[A
 
 
 @contextmanager
-def _telling_of_numbers(module: LightningModule, step: str) -> Iterator[None]:
+def _warn_of_numbers(module: LightningModule, step: str) -> Iterator[None]:
     """Warn, once per step, about numbers of the trainer that a step reads: they stay as they are in its capture."""
 
     def telling(kind: type, name: str) -> property:
@@ -379,9 +379,9 @@ def _telling_of_numbers(module: LightningModule, step: str) -> Iterator[None]:
 
         def read(owner: Any) -> Any:
             number = getter(owner)
-            told = _told.setdefault(module, set())
-            if (step, name) not in told:
-                told.add((step, name))
+            warned = _warned.setdefault(module, set())
+            if (step, name) not in warned:
+                warned.add((step, name))
                 logger.warning(
                     "`%s` reads `%s`, which is %s now. A step is captured once, so this number is a part of the "
                     "program, and stays. What is to follow it is a buffer (`register_buffer`) that a hook overwrites, "
@@ -403,7 +403,7 @@ def _telling_of_numbers(module: LightningModule, step: str) -> Iterator[None]:
         yield
 
 
-_told: weakref.WeakKeyDictionary[LightningModule, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakKeyDictionary[LightningModule, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager

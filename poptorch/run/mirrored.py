@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-_Seen = list[tuple[str, Any, int]]
+_Fingerprint = list[tuple[str, Any, int]]
 
 
 class _Source(Protocol):
@@ -49,7 +49,7 @@ class MirroredState(defaultdict[Any, Any]):
         self._sources: list[weakref.ref[_Source]] = []
         self._holders: dict[Any, weakref.ref[_Source]] = {}
         self._last: Callable[[], _Source | None] = lambda: None  # the last owner, which owns all of its parameters
-        self._seen: dict[Any, _Seen] = {}
+        self._fingerprints: dict[Any, _Fingerprint] = {}
 
     def add(self, source: _Source) -> None:
         """Register a source, without keeping it alive."""
@@ -77,11 +77,13 @@ class MirroredState(defaultdict[Any, Any]):
     def show(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """Store a parameter's state, as provided by a source."""
         dict.__setitem__(self, parameter, state)
-        self._seen[parameter] = _versions(state)
+        self._fingerprints[parameter] = _versions(state)
 
     def has_changed(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether parameter state was modified since last shown."""
-        return any(not _equal_snapshots(self._seen.get(p, []), _versions(dict.get(self, p))) for p in parameters)
+        return any(
+            not _equal_snapshots(self._fingerprints.get(p, []), _versions(dict.get(self, p))) for p in parameters
+        )
 
     def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
         return self.__copy__()
@@ -117,7 +119,7 @@ for _name in (
     setattr(MirroredState, _name, _synced_method(_name))
 
 
-def _versions(state: Mapping[str, Any] | None) -> _Seen:
+def _versions(state: Mapping[str, Any] | None) -> _Fingerprint:
     """Fingerprint for detecting state changes: tensor identities and version counters."""
     if state is None:
         return []
@@ -125,7 +127,7 @@ def _versions(state: Mapping[str, Any] | None) -> _Seen:
     return [(key, t, t._version if counted[key] else 0) for key, t in state.items()]
 
 
-def _equal_snapshots(one: _Seen, other: _Seen) -> bool:
+def _equal_snapshots(one: _Fingerprint, other: _Fingerprint) -> bool:
     return len(one) == len(other) and all(
         a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in zip(one, other, strict=True)
     )

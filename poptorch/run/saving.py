@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import safetensors
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 import popxl
 from poptorch.base.host_numbers import HostNumbers, NumberPath
@@ -106,18 +106,18 @@ class _ProgramIOData(_FileModel):
     counted: list[str]
 
     @classmethod
-    def serialize(cls, ends: ProgramIO) -> _ProgramIOData:
+    def serialize(cls, io: ProgramIO) -> _ProgramIOData:
         """Convert a program's streams and variables to ids."""
         return cls(
-            inputs={i: stream.tensor_id for i, stream in ends.inputs.items()},
-            outputs=[stream.tensor_id for stream in ends.outputs],
-            variables={name: v.id for name, v in ends.variables.items()},
-            written=sorted(ends.written),
-            numbers=ends.numbers.tensor_id if ends.numbers is not None else None,
-            state={name: v.id for name, v in ends.state.items()},
-            random=ends.random.id if ends.random is not None else None,
-            names=list(ends.names),
-            counted=[stream.tensor_id for stream in ends.counted],
+            inputs={i: stream.tensor_id for i, stream in io.inputs.items()},
+            outputs=[stream.tensor_id for stream in io.outputs],
+            variables={name: v.id for name, v in io.variables.items()},
+            written=sorted(io.written),
+            numbers=io.numbers.tensor_id if io.numbers is not None else None,
+            state={name: v.id for name, v in io.state.items()},
+            random=io.random.id if io.random is not None else None,
+            names=list(io.names),
+            counted=[stream.tensor_id for stream in io.counted],
         )
 
     def within(self, session: popxl.Session) -> ProgramIO:
@@ -148,7 +148,7 @@ class _Counting(_FileModel):
     @classmethod
     def serialize(cls, numbers: HostNumbers) -> _Counting:
         """Serialize current numbers."""
-        paths = [(each.steps, each.slots, each.ends, each.problem) for each in numbers.paths]
+        paths = [(each.steps, each.slots, each.final_values, each.problem) for each in numbers.paths]
         return cls(now=to_data(numbers.now, "now"), paths=to_data(paths, "paths"), dtypes=numbers.dtypes)
 
     def numbers(self) -> HostNumbers:
@@ -186,7 +186,7 @@ class _About(_FileModel, _Stamp):
     Attributes:
         training: whether the program trains.
         options: the options.
-        call, ends: inputs and outputs.
+        call, io: inputs and outputs.
         grouped: for parameters that differ between replicas: number of replicas, size, stride, retrieval mode.
         seed: seed of the random numbers; `None` if their state was not saved.
         optimizer: state of the optimiser when the program was made.
@@ -197,7 +197,7 @@ class _About(_FileModel, _Stamp):
     training: bool
     options: dict[str, Any]
     call: _Call
-    ends: _ProgramIOData
+    io: _ProgramIOData = Field(alias="ends")  # its name in files
     grouped: dict[str, tuple[int, int, int, int]]
     seed: int | None
     optimizer: OptimizerData | None
@@ -239,7 +239,7 @@ def save(
         training=trainer is not None,
         options=options_to_data(options),
         call=call,
-        ends=_ProgramIOData.serialize(compiled.ends),
+        ends=_ProgramIOData.serialize(compiled.io),
         grouped={
             name: (each.groups.replicas, each.groups.size, each.groups.stride, each.retrieval.value)
             for name, each in grouped.items()
@@ -251,7 +251,7 @@ def save(
     )
     blobs = {_TENSORS: safetensors.torch.save(tensors), _SESSION: _session(compiled.session)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, pack(KIND, about.model_dump_json(), blobs))
+    replace_file(path, pack(KIND, about.model_dump_json(by_alias=True), blobs))
 
 
 def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
@@ -430,7 +430,7 @@ class Saved:
                 f"{self._name} was saved by a model for {kinds[self.training]}, and this one is for {kinds[training]}."
             )
         have = weight_values.tensors_of(module)
-        if missing := [name for name in self._about.ends.variables if name not in have]:
+        if missing := [name for name in self._about.io.variables if name not in have]:
             raise createPoptorchError(
                 f"{self._name} was saved by another model: this one has no {', '.join(missing)}; it has "
                 f"{', '.join(have) or 'no parameters'}."
@@ -440,7 +440,7 @@ class Saved:
         """Prepare a trainer using the saved optimiser settings."""
         assert self._about.optimizer is not None
         parameters = weight_values.tensors_of(module)
-        apart = [name for name in parameters if f"{STEP}___{name}" in self._about.ends.state]
+        apart = [name for name in parameters if f"{STEP}___{name}" in self._about.io.state]
         trainer.prepare(parameters, options, made_with=self._about.optimizer, counted_apart=apart)
 
     def compiled(self, forward: Callable[..., Any], options: Options) -> Compiled:
@@ -460,7 +460,7 @@ class Saved:
             {i: self._tensors[f"constants/{i}"] for i in call.constants},
             [Result(*each) for each in call.results],
             call.rewritten,
-            self._about.ends.within(session),
+            self._about.io.within(session),
             session,
             secrets.randbits(31) if self._about.seed is None else self._about.seed,
             options.Precision.floating_point_exceptions,

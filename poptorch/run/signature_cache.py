@@ -30,13 +30,13 @@ class SignatureCache:
 
     Args:
         make: wraps the model once more.
-        kept: maximal number of programs.
+        max_programs: number of programs to keep.
     """
 
-    def __init__(self, make: Callable[[], _Wrapped], kept: int) -> None:
-        self._make, self._kept = make, kept
+    def __init__(self, make: Callable[[], _Wrapped], max_programs: int) -> None:
+        self._make, self._max_programs = make, max_programs
         self._wrapped: list[_Wrapped] = []  # that used last is the last
-        self._has_told = False
+        self._has_warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -46,16 +46,16 @@ class SignatureCache:
         else:
             self._wrapped.remove(wrapped)
         self._wrapped.append(wrapped)
-        if len(self._wrapped) > self._kept:
+        if len(self._wrapped) > self._max_programs:
             self._wrapped.pop(0).destroy()
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_warned:
+                self._has_warned = True
                 logger.warning(
                     "The model was called with more than %d kinds of arguments, and is compiled for each: a shape that "
                     "changes from call to call costs a compilation each time. Have a cache that keeps its shape, and "
                     "pad what is given to a few lengths; or keep more programs: `options.keptPrograms(%d)`.",
-                    self._kept,
-                    2 * self._kept,
+                    self._max_programs,
+                    2 * self._max_programs,
                 )
         return wrapped(*args, **kwargs)
 

@@ -58,7 +58,7 @@ class SmallerBatches:
         self._batching = Batching.of(options, training)
         self._programs: list[Program] = []  # that used last is the last
         self._versions: dict[int, int] = {}  # versions of the values that each of them has received
-        self._has_told = False
+        self._has_warned = False
 
     def runs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
         """Split a smaller batch into runs; empty if tensors differ from full batches in more than row counts.
@@ -96,7 +96,7 @@ class SmallerBatches:
         may_pad = options.partial_batch is PartialBatch.Pad and options.output_mode is OutputMode.All
         if not may_pad or self._training or not isinstance(whole, Compiled) or self._batching.groups.size > 1:
             return None
-        if whole.ends.written or whole.host_numbers or whole.rewritten or options.anchored_tensors:
+        if whole.io.written or whole.host_numbers or whole.rewritten or options.anchored_tensors:
             return None
         signature = Signature(self._forward, args, kwargs)
         pairs = list(zip(signature.check(args, kwargs), whole.signature.leaves, strict=True))
@@ -159,8 +159,8 @@ class SmallerBatches:
         self._programs = [*(each for each in self._programs if each is not program), program]
         if len(self._programs) > self._options.kept_programs:
             self._programs.pop(0).close()
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_warned:
+                self._has_warned = True
                 logger.warning(
                     "Batches had more than %d smaller numbers of rows, or other values beside tensors, and the model "
                     "is compiled for each. Pad them to a few sizes; or keep more programs: `options.keptPrograms(%d)`.",
@@ -172,8 +172,8 @@ class SmallerBatches:
     @contextmanager
     def _handed_on(self, program: Program) -> Iterator[None]:
         """Context manager moving persistent state to a smaller program before its run, and back afterwards."""
-        ends = program.ends
-        changes = self._training or bool(ends.written) or bool(program.host_numbers) or ends.random is not None
+        io = program.io
+        changes = self._training or bool(io.written) or bool(program.host_numbers) or io.random is not None
         if changes or self._versions.get(id(program)) != self._whole.version:
             program.write_lasting(self._whole.lasting())
         try:

@@ -15,7 +15,7 @@ from poptorch.capture.trace import Node, Value
 from poptorch.run.compiled import Compiled
 
 ValueId = tuple[Any, ...]
-"""Where a value comes from: an argument, a parameter or buffer, an op by its number, what was made at a cut."""
+"""Where a value comes from: an argument, a parameter or buffer, an op by its number, what was made at a graph break."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class ExecutionPath:
     Attributes:
         captured: the model.
         answer: structure of the model's result.
-        cuts: graph breaks of the path.
+        breaks: graph breaks of the path.
     """
 
     captured: Captured
     answer: Structure
-    cuts: Sequence[GraphBreak]
+    breaks: Sequence[GraphBreak]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Subgraph:
         ops: names of the ops of `forward` in it.
         make: function that makes the program; `None` if it is made, or there is nothing to do.
         compiled: the program.
-        cut: host operation after it, with its operands; `None` at the end.
+        graph_break: host operation after it, with its operands; `None` at the end.
         after: subgraphs that follow, by key.
         path: execution path that ends here, if one does.
         used: number of the run that last used it.
@@ -70,7 +70,7 @@ class Subgraph:
     ops: list[str] = field(default_factory=list)
     make: Callable[[], Compiled] | None = None
     compiled: Compiled | None = None
-    cut: GraphBreak | None = None
+    graph_break: GraphBreak | None = None
     asked: list[ValueId] = field(default_factory=list)
     after: dict[tuple[Any, ...], Subgraph] = field(default_factory=dict)
     path: ExecutionPath | None = None
@@ -99,8 +99,8 @@ class ValueIds:
         self.value |= {("held", name): value for name, value in captured.state.items() if name in held}
         self.state = {("state", name): value for name, value in captured.state.items() if name not in held}
         self.value |= self.state
-        for i, cut in enumerate(path.cuts):
-            self.value |= {("cut", i, j): value for j, value in enumerate(cut.made)}
+        for i, graph_break in enumerate(path.breaks):
+            self.value |= {("graph_break", i, j): value for j, value in enumerate(graph_break.made)}
         for i, node in enumerate(captured.trace.nodes):
             self.value |= {("op", i, j): value for j, value in enumerate(node.results)}
         self._of: dict[int, ValueId] = {}
@@ -118,7 +118,7 @@ def is_constant(node: Node) -> bool:
 
 def segment_bounds(path: ExecutionPath) -> tuple[list[int], list[int]]:
     """Start and end op indices of each subgraph."""
-    inner = [cut.at for cut in path.cuts]
+    inner = [graph_break.at for graph_break in path.breaks]
     return [0, *inner], [*inner, len(path.captured.trace.nodes)]
 
 

@@ -53,7 +53,7 @@ class TrainedBrokenGraph(BrokenGraph):
     def __init__(self, *of_parts: Any, update: Update, count: int) -> None:
         self._update, self._count = update, count
         self._newest: Compiled | None = None
-        self._left: dict[tuple[str, str], np.ndarray] = {}  # by ends that ran before the newest
+        self._left: dict[tuple[str, str], np.ndarray] = {}  # of programs that ran before the newest
         self._state: dict[str, Variable] = {}
         self._numbers: np.ndarray | None = None
         super().__init__(*of_parts)
@@ -62,15 +62,19 @@ class TrainedBrokenGraph(BrokenGraph):
 
     def _needed(self, path: ExecutionPath, places: ValueIds, parts: Sequence[Subgraph]) -> list[Content]:
         trace = path.captured.trace
-        before = Trace(nodes=trace.nodes[: path.cuts[-1].at])
-        looked_at = before.without_unused([value for cut in path.cuts for value in cut.given], with_effects=False)
+        before = Trace(nodes=trace.nodes[: path.breaks[-1].at])
+        looked_at = before.without_unused(
+            [value for graph_break in path.breaks for value in graph_break.given], with_effects=False
+        )
         known = {id(node) for node in looked_at if not is_constant(node) and not any(map(_is_tracked, node.results))}
         outputs = outputs_of(path)
         wanted = [*outputs, *path.captured.written.values(), final_loss(trace)]
         nodes = Trace(nodes=[node for node in trace.nodes if id(node) not in known]).without_unused(wanted)
         made = {id(value) for node in nodes for value in node.results}
         inputs = dict.fromkeys([*(value for node in nodes for value in node.inputs), *wanted])
-        given = [v for v in inputs if id(v) not in made and constant_of(v) is None and places[v][0] in ("op", "cut")]
+        given = [
+            v for v in inputs if id(v) not in made and constant_of(v) is None and places[v][0] in ("op", "graph_break")
+        ]
         twice = {id(node) for node in nodes} & {id(node) for node in looked_at}
         for node in nodes:
             if node.has_effect and id(node) in twice:
@@ -80,7 +84,7 @@ class TrainedBrokenGraph(BrokenGraph):
 
     def _compile(self, path: ExecutionPath, places: ValueIds, content: Content, number: int = 0) -> Compiled:
         compiled = super()._compile(path, places, content, number)
-        if compiled.ends.random is not None:
+        if compiled.io.random is not None:
             for node in drawing(content.nodes):
                 if any(map(_is_tracked, node.results)):
                     compiled.close()
@@ -111,7 +115,7 @@ class TrainedBrokenGraph(BrokenGraph):
             compiled.write_numbers(self._numbers)
         if self._is_attached:
             compiled.attach(host)
-        self._state |= compiled.ends.state
+        self._state |= compiled.io.state
         if self._newest is None and not self._left:  # the first one
             self._newest = compiled
         return compiled
@@ -125,7 +129,7 @@ class TrainedBrokenGraph(BrokenGraph):
 
     def _run_part(self, part: Subgraph, known: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
         program = self._program(part)
-        if program is not None and (names := program.ends.variables):
+        if program is not None and (names := program.io.variables):
             program.write_weights(self.weights(names))
         return super()._run_part(part, known)
 
@@ -157,9 +161,9 @@ class TrainedBrokenGraph(BrokenGraph):
     # Interface of `Compiled` ----------------------------------------------------------------------------------------
 
     @property
-    def ends(self) -> ProgramIO:
+    def io(self) -> ProgramIO:
         """Tensor names of all programs, and their combined optimiser state."""
-        return replace(super().ends, state=self._state)
+        return replace(super().io, state=self._state)
 
     def attach(self, host: Mapping[str, np.ndarray]) -> None:
         """Attach a device, loading given parameter and buffer values."""
@@ -175,12 +179,12 @@ class TrainedBrokenGraph(BrokenGraph):
         """Overwrite parameter and buffer values on the device, only those given."""
         self._save_weights(host)
         for part in self._root.descendants():
-            if part.compiled is not None and (part.cut is not None or part.compiled is self._newest):
+            if part.compiled is not None and (part.graph_break is not None or part.compiled is self._newest):
                 part.compiled.write_weights(host)
 
     def _save_weights(self, host: Mapping[str, np.ndarray]) -> None:
         """Save weights unused by the newest end program, for programs that use them."""
-        own = {} if self._newest is None else self._newest.ends.variables
+        own = {} if self._newest is None else self._newest.io.variables
         self._left |= {("weight", name): array.copy() for name, array in host.items() if name not in own}
 
     def lasting(self) -> dict[tuple[str, str], np.ndarray]:
@@ -201,7 +205,7 @@ class TrainedBrokenGraph(BrokenGraph):
         """Overwrite optimiser state."""
         self._left |= {("state", name): array for name, array in state.items()}
         if self._newest is not None:
-            self._newest.write_state({name: a for name, a in state.items() if name in self._newest.ends.state})
+            self._newest.write_state({name: a for name, a in state.items() if name in self._newest.io.state})
 
     def write_numbers(self, numbers: np.ndarray) -> None:
         """Set optimiser hyperparameters, effective next run."""
@@ -219,8 +223,8 @@ def _is_tracked(value: Value) -> bool:
 
 def _cannot_be_done_twice(what: str, path: ExecutionPath) -> Error:
     return createPoptorchError(
-        f"{path.cuts[0].source}: the host has to look at numbers here, to know a shape or what Python does next. What "
-        "they come of is computed before, and once more in the step, for gradients to flow. But "
+        f"{path.breaks[0].source}: the host has to look at numbers here, to know a shape or what Python does next. "
+        "What they come of is computed before, and once more in the step, for gradients to flow. But "
         f"{what} there, which cannot be done twice. Have the host look at what comes before that; or keep shapes, with "
         "`torch.where(mask, x, 0)`."
     )

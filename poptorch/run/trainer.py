@@ -60,7 +60,7 @@ class Trainer:
         self._is_offline = False
         self._parameters: dict[str, torch.Tensor] = {}
         self._with_state: dict[str, torch.Tensor] = {}  # state tensors of the program, by parameter
-        self._said: tuple[list[Any], list[dict[str, Any]], list[int]] = [], [], []
+        self._sent: tuple[list[Any], list[dict[str, Any]], list[int]] = [], [], []
         self._is_apart = False  # another wrapper has other state of the same parameters, after a warning
         self._mirror: MirroredState | None = None
         self._shown: Any = None
@@ -187,7 +187,7 @@ class Trainer:
         """
         self._compiled, self._is_offline = compiled, offline
         assert self.update is not None
-        kept = ((s.name, s.parameter) for s in self.update.state if s.name in compiled.ends.state)
+        kept = ((s.name, s.parameter) for s in self.update.state if s.name in compiled.io.state)
         self._with_state = {name: self._parameters[of] for name, of in kept if of is not None}
         compiled.write_numbers(self.numbers)
         self._connect()
@@ -199,7 +199,7 @@ class Trainer:
         device.refresh()  # it may be connected to another program
         has_news = not device.pending and self._has_news(device.has_pending)
         if device.has_pending and not device.pending:  # left by another program
-            left, variables = device.content["ipu_state"] or {}, self._compiled.ends.state
+            left, variables = device.content["ipu_state"] or {}, self._compiled.io.state
             shapes = {name: variables[name].shape_on_host if name in variables else None for name in left}
             own = {name: t for name, t in left.items() if name.startswith(STEP) or t.shape == shapes[name]}
             device.set({**device.content, "ipu_state": own}, pending=True)
@@ -246,7 +246,7 @@ class Trainer:
 
     def has_changed(self) -> bool:
         """Whether optimiser hyperparameters, groups or state differ from the program's."""
-        return self.update is not None and (not _has_hyperparameters(self.optimizer, self._said) or self._is_loaded)
+        return self.update is not None and (not _has_hyperparameters(self.optimizer, self._sent) or self._is_loaded)
 
     @property
     def _is_loaded(self) -> bool:
@@ -262,7 +262,7 @@ class Trainer:
         Raises:
             poptorch.Error: for an optimiser that has outgrown the program.
         """
-        if not _has_hyperparameters(self.optimizer, self._said):
+        if not _has_hyperparameters(self.optimizer, self._sent):
             self._read_numbers()
         state = self.optimizer.state
         if self._is_offline:
@@ -298,10 +298,10 @@ class Trainer:
         """Pass an optimiser's hyperparameters to the program, effective next run."""
         assert self.update is not None
         optimizer = optimizer or self.optimizer
-        said, numbers = _hyperparameters(optimizer), self.update.hyperparameters.values(optimizer)
+        sent, numbers = _hyperparameters(optimizer), self.update.hyperparameters.values(optimizer)
         if self._compiled is not None and not np.array_equal(numbers, self.numbers):
             self._compiled.write_numbers(numbers)
-        self._said, self.numbers = said, numbers
+        self._sent, self.numbers = sent, numbers
 
     def _has_news(self, is_known: bool) -> bool:
         """Whether `optimizer.state` contains anything unknown to a program not yet connected to it."""
@@ -315,7 +315,7 @@ class Trainer:
     def _take(self) -> None:
         """Schedule `optimizer.state` for upload to the device."""
         assert self._compiled is not None and self.update is not None
-        variables = self._compiled.ends.state
+        variables = self._compiled.io.state
         state = self.update.layout.from_torch(self.optimizer.state, self._parameters, self.numbers, variables)
         if (factor := (self.device.content["ipu_state"] or {}).get(LOSS_SCALE_FACTOR)) is not None:
             state[LOSS_SCALE_FACTOR] = factor  # of which PyTorch knows nothing
@@ -368,7 +368,7 @@ class Trainer:
         """
         assert self._compiled is not None and self.update is not None
         state = self.update.layout.counted(self.device.content["ipu_state"] or {})
-        variables = self._compiled.ends.state
+        variables = self._compiled.io.state
         if unknown := sorted(state.keys() - variables.keys()):
             logger.warning("Ignoring optimizer state that the program does not have: %s", ", ".join(unknown))
         arrays = {name: to_numpy(state[name]) for name in variables if name in state}
@@ -401,7 +401,7 @@ class Trainer:
         """Names accepted by `value`: optimiser hyperparameters and state."""
         if self.update is None:
             return []
-        kept = list(self._compiled.ends.state) if self._compiled is not None else [s.name for s in self.update.state]
+        kept = list(self._compiled.io.state) if self._compiled is not None else [s.name for s in self.update.state]
         return [*self._named_numbers(), *kept, *(["finalLossScale"] if LOSS_SCALE_FACTOR in kept else [])]
 
     def value(self, name: str) -> torch.Tensor:
@@ -451,11 +451,11 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[
 
 
 def _has_hyperparameters(
-    optimizer: torch.optim.Optimizer, said: tuple[list[Any], list[dict[str, Any]], list[int]]
+    optimizer: torch.optim.Optimizer, sent: tuple[list[Any], list[dict[str, Any]], list[int]]
 ) -> bool:
     """Whether hyperparameters match a snapshot. Takes a microsecond: parameter lists are identical objects."""
     groups = optimizer.param_groups
-    return groups == said[1] and _own_numbers(optimizer) == said[0] and list(map(_size, groups)) == said[2]
+    return groups == sent[1] and _own_numbers(optimizer) == sent[0] and list(map(_size, groups)) == sent[2]
 
 
 def _own_numbers(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -63,7 +63,7 @@ class WeightSync:
         """Record the program that has the device's copy."""
         self._program, self._structure = program, self._host.structure()
         self._trainings.track()
-        if not self._training and (written := program.ends.written):
+        if not self._training and (written := program.io.written):
             self.lazy = LazyWeights(self._host.module, self._fetch, self._host.grouped, written)
 
     def disconnect(self) -> None:
@@ -155,7 +155,7 @@ class WeightSync:
 
 def changed_weights(program: Compiled | BrokenGraph, training: bool) -> dict[str, np.ndarray]:
     """Tensors possibly changed by a program: all in training, only those it overwrites in inference."""
-    return program.weights(None if training else program.ends.written)
+    return program.weights(None if training else program.io.written)
 
 
 def release_weights(program: Compiled | BrokenGraph, lazy: LazyWeights, disconnect: Callable[[], None] | None) -> None:

@@ -81,7 +81,7 @@ class LazyWeights:
         self._versions = itertools.count(1)
         self.host = self.device = 0
         self.is_thawed = self.has_given_data = False
-        self._has_run = self._has_told = False
+        self._has_run = self._has_warned = False
         modules = [] if module is None else list(torch.nn.Module.modules(module))
         self._hooks = [hooks for each in modules for hooks in (each._backward_hooks, each._backward_pre_hooks)]
         self._tensor_ids = frozenset(map(id, tensors))
@@ -136,7 +136,7 @@ class LazyWeights:
         if any(self._hooks):
             raise hook_problem("A module of the model")
 
-    def tell_of_gradients(self, asker: str) -> None:
+    def warn_of_gradients(self, asker: str) -> None:
         """Warn code that reads `p.grad`, which is `None`, about accessing gradients.
 
         Raises:
@@ -147,8 +147,8 @@ class LazyWeights:
                 "The gradients of a wrapped model cannot be clipped after its call: they stay in its program, which "
                 f"has made the step of the optimizer, too. Have the optimizer clip, with `max_grad_norm`: {_CLIPPING}."
             )
-        if self._has_run and not self._has_told and asker.partition(".")[0] not in ("torch", "poptorch"):
-            self._has_told = True
+        if self._has_run and not self._has_warned and asker.partition(".")[0] not in ("torch", "poptorch"):
+            self._has_warned = True
             logger.warning(
                 "`grad` of a parameter is None: gradients of a wrapped model stay in its program, which makes the step "
                 "of the optimizer, too. To look at one, name it before the model is wrapped, "
@@ -244,7 +244,7 @@ class TrainingRegistry:
 
     def __init__(self, module: torch.nn.Module | None) -> None:
         self._module = module
-        self._seen: weakref.WeakKeyDictionary[LazyWeights, int] = weakref.WeakKeyDictionary()
+        self._known_versions: weakref.WeakKeyDictionary[LazyWeights, int] = weakref.WeakKeyDictionary()
         self._has_missed = False
         _followers.add(self)
         self.track()
@@ -255,7 +255,7 @@ class TrainingRegistry:
 
     def has_ended(self, training: LazyWeights) -> None:
         """Record that another wrapper ended, after copying back its values."""
-        if self._concern(training) and training.host > self._seen.get(training, 0):
+        if self._concern(training) and training.host > self._known_versions.get(training, 0):
             self._has_missed = True
 
     def _concern(self, training: LazyWeights) -> bool:
@@ -272,14 +272,14 @@ class TrainingRegistry:
             for training in list(_trainings)
             if training is not own
             and self._concern(training)
-            and max(training.host, training.device) > self._seen.get(training, 0)
+            and max(training.host, training.device) > self._known_versions.get(training, 0)
         ]
         has_missed, self._has_missed = self._has_missed, False
         if (news or has_missed) and own is not None:
             own.to_host_if_stale()
         for training in news:
             training.to_host_if_stale()
-            self._seen[training] = training.host
+            self._known_versions[training] = training.host
         return bool(news) or has_missed
 
 
@@ -325,9 +325,9 @@ class _WatchedTensor(_Watched):
                 _refresh(each)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        tell = _telling(func)
-        if tell is not None and args and isinstance(args[0], _Watched):
-            tell(type(args[0]), result)
+        observe = _observer_of(func)
+        if observe is not None and args and isinstance(args[0], _Watched):
+            observe(type(args[0]), result)
         return result
 
 
@@ -347,27 +347,27 @@ def _give_data(watched: type[_Watched], result: Any) -> None:
         owner.has_given_data = True
 
 
-def _tell_of_gradient(watched: type[_Watched], gradient: torch.Tensor | None) -> None:
+def _note_gradient_read(watched: type[_Watched], gradient: torch.Tensor | None) -> None:
     for owner in _trainers(watched) if gradient is None else ():
-        owner.tell_of_gradients(sys._getframe(2).f_globals.get("__name__", ""))
+        owner.warn_of_gradients(sys._getframe(2).f_globals.get("__name__", ""))
 
 
 _of_tensors: Any = torch.Tensor
-_TELLING: dict[Any, Callable[[type[_Watched], Any], None]] = {
+_OBSERVERS: dict[Any, Callable[[type[_Watched], Any], None]] = {
     _of_tensors.register_hook: _no_hook,
     _of_tensors.register_post_accumulate_grad_hook: _no_hook,
     _of_tensors.requires_grad_: _thaw,
     _of_tensors.requires_grad.__set__: _thaw,
     _of_tensors.data.__get__: _give_data,
     _of_tensors.data.__set__: _give_data,
-    _of_tensors.grad.__get__: _tell_of_gradient,
+    _of_tensors.grad.__get__: _note_gradient_read,
 }
 """Functions of tensors that `LazyWeights` observe, with their handlers."""
 
 
-def _telling(function: Any) -> Callable[[type[_Watched], Any], None] | None:
+def _observer_of(function: Any) -> Callable[[type[_Watched], Any], None] | None:
     try:
-        return _TELLING.get(function)
+        return _OBSERVERS.get(function)
     except TypeError:  # it cannot be hashed
         return None
 

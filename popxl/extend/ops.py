@@ -34,6 +34,7 @@ from popxl.core.traits import (
 from popxl.ops.complex import NORM
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import ELEMENTWISE, REAL
+from popxl.ops.index import picks_rows
 from popxl.ops.memory import available_after_all
 from popxl.ops.nn import REDUCTION_TYPE, cross_entropy, cross_entropy_with_grad
 from popxl.ops.var_updates.adam import adam_direction, minus_correction
@@ -80,5 +81,6 @@ __all__ = [
     "factor",
     "like_first",
     "one_number",
+    "picks_rows",
     "predicate",
 ]

@@ -138,6 +138,12 @@ def picks_row(op: Op, number: Tensor) -> bool:
     return op.kind is _gather_kind and is_plain and op.inputs[1] is number and op.inputs[0] is not number
 
 
+def picks_rows(op: Op) -> bool:
+    """Whether an op selects slices along the first dimension of its first operand: rows of a table."""
+    is_plain = op.attributes.get("axis") == 0 and op.attributes.get("group_size") is None
+    return op.kind in (_gather_kind, _tied_gather_kind) and is_plain
+
+
 def tied_gather(
     t: Tensor,
     indices: Tensor,

@@ -3,11 +3,16 @@
 It differs from `popxl.ops.collectives.replicated_all_gather` in what it says of gradients. There, what follows is the
 same on all members of a group; here each member has data of its own, so the gradient of a shard is the mean over the
 members. See also: ZeRO, stage 3, https://arxiv.org/abs/1910.02054.
+
+Rows of a table may be looked up in the shards: the members exchange indices and rows instead of the table.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
+
+import jax.numpy as jnp
 
 import popxl
 from popxl import OpKind
@@ -17,7 +22,15 @@ from popxl.extend.ops import REFUSED, Op
 from popxl.op import BetweenReplicas
 from popxl.replica_grouping import ReplicaGrouping
 
-__all__ = ["gather_weight", "gathered_weights_of", "gathers_weights", "is_gather", "shares_out_gradients"]
+__all__ = [
+    "gather_weight",
+    "gathered_weights_of",
+    "gathers_weights",
+    "is_gather",
+    "is_looked_up_cheaper",
+    "look_up_rows",
+    "shares_out_gradients",
+]
 
 
 def _gathered(t: Any, *, shape: tuple[int, ...], dtype: popxl.dtype, group: Group) -> Any:
@@ -82,6 +95,95 @@ def gather_weight(shard: popxl.Tensor, dtype: popxl.dtype, group: ReplicaGroupin
     return whole
 
 
+def _in_own_rows(indices: Any, count: int, group: Group) -> Any:
+    """Indices of all members into the own `count` rows of a table; `count` for rows that other members have."""
+    own = group.members(indices.astype(jnp.int32)) - group.rank * count
+    return jnp.where((own >= 0) & (own < count), own, count)
+
+
+def _looked_up(shard: Any, indices: Any, *, shape: tuple[int, ...], dtype: popxl.dtype, group: Group) -> Any:
+    rows = shard.astype(dtype.as_numpy()).reshape(-1, *shape[1:])
+    own = _in_own_rows(indices, len(rows), group)
+    found = jnp.take(rows, own, axis=0, mode="fill", fill_value=0)
+    received = group.exchanged(found.reshape(-1, *shape[1:]))
+    # Of each row one member has the numbers, and the others have zeros: the sum rounds nothing.
+    return jnp.sum(received.reshape(group.size, *indices.shape, *shape[1:]), 0)
+
+
+def _mean_of_rows(g: Any, indices: Any, *, shape: tuple[int, ...], op: str, group: Group) -> Any:
+    count = shape[0] // group.size
+    wide = group.members(g).astype(jnp.promote_types(g.dtype, jnp.float32))
+    total = jnp.zeros((count, *shape[1:]), wide.dtype)
+    total = total.at[_in_own_rows(indices, count, group)].add(wide, mode="drop", wrap_negative_indices=False)
+    return total.reshape(-1) / group.size
+
+
+_add_rows = OpKind(
+    "WeightRowsAddedUp",
+    _mean_of_rows,
+    shape=lambda g, indices, *, shape, op, stride, group_size: popxl.TensorSpec(
+        (prod(shape) // group_size,), popxl.float32 if g.dtype.is_half else g.dtype, shape
+    ),
+    gradient=REFUSED,
+    result="{g}_reduce_scattered",
+    traits=[BetweenReplicas("pieces")],
+)
+
+_look_up = OpKind(
+    "WeightRowsLookedUp",
+    _looked_up,
+    shape=lambda shard, indices, *, shape, dtype, stride, group_size: popxl.TensorSpec(
+        indices.shape + shape[1:], dtype
+    ),
+    gradient={
+        "shard": lambda g, indices, shape, stride, group_size: _add_rows(
+            g, indices, shape=shape, op="mean", stride=stride, group_size=group_size
+        )
+    },
+    result="{shard}_rows",
+    traits=[BetweenReplicas("own")],
+)
+
+
+def look_up_rows(
+    shard: popxl.Tensor, indices: popxl.Tensor, dtype: popxl.dtype, group: ReplicaGrouping
+) -> popxl.Tensor:
+    """Rows of a table that replicas share out by rows, cast to `dtype`. The gradient is as of `gather_weight`.
+
+    Each replica looks up what all members ask for among its own rows, and sends it to them. So it sends as many rows as
+    the members ask for, rather than the table.
+
+    Args:
+        shard: a replica's rows, with the shape of the table as `meta_shape`: its first dimension is a multiple of the
+            group's size.
+        indices: the rows that a replica wants: integers of any shape. Those out of range give zeros.
+        dtype: what the rows are wanted in.
+        group: the replicas that hold the shards.
+
+    Returns:
+        A tensor of shape `indices.shape + shard.meta_shape[1:]`.
+
+    Raises:
+        NotImplementedError: for a grouping whose members are not always the same distance apart.
+
+    Example:
+        >>> ir = popxl.Ir(replication=2)
+        >>> with ir.main_graph:
+        ...     w, shard = popxl.replica_sharded_variable(np.ones((6, 3)), popxl.float32, "w")
+        ...     rows = look_up_rows(shard, popxl.constant([5, 0]), popxl.bfloat16, ir.replica_grouping())
+        >>> rows.shape, rows.dtype
+        ((2, 3), popxl.dtypes.bfloat16)
+    """
+    among = members("look_up_rows", group)
+    rows: popxl.Tensor = _look_up(shard, indices, shape=tuple(shard.meta_shape), dtype=dtype, **among)
+    return rows
+
+
+def is_looked_up_cheaper(table: tuple[int, ...], indices: popxl.Tensor, group: ReplicaGrouping) -> bool:
+    """Whether replicas that share out a table of this shape send less for its rows than for the table."""
+    return table[0] % group.group_size == 0 and indices.nelms * group.group_size < table[0]
+
+
 def is_gather(op: Op) -> bool:
     """Whether an op gathers a weight."""
     return op.kind is _gather
@@ -94,7 +196,7 @@ def gathers_weights(op: Op) -> bool:
 
 def shares_out_gradients(op: Op) -> bool:
     """Whether an op computes the gradient of a shard from that of the gathered weight."""
-    return op.kind is _reduce_scatter
+    return op.kind in (_reduce_scatter, _add_rows)
 
 
 def gathered_weights_of(graph: popxl.Graph) -> set[popxl.Tensor]:

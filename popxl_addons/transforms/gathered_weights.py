@@ -7,7 +7,7 @@ layer gathers again, and shares out its gradients: see `popxl_addons.ops.weight_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -16,12 +16,19 @@ import popxl
 from popxl.extend.arguments import check_type
 from popxl.extend.collectives import shard_count
 from popxl.extend.graphs import is_call, written_inputs
-from popxl.extend.ops import Op, available_after_all
+from popxl.extend.ops import Op, available_after_all, picks_rows
 from popxl.tensor import Variable
 from popxl_addons.grad_info import merge_called_graphs
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.ops.weight_gather import gather_weight, gathers_weights, is_gather, shares_out_gradients
+from popxl_addons.ops.weight_gather import (
+    gather_weight,
+    gathers_weights,
+    is_gather,
+    is_looked_up_cheaper,
+    look_up_rows,
+    shares_out_gradients,
+)
 from popxl_addons.transforms.graph_copies import Transfers, copy_graph
 
 __all__ = ["gather_where_read", "share_out_before_calls"]
@@ -209,8 +216,15 @@ class _Copies:
             if i in shards and t not in passed
         }
         given = {t: twin for t, twin in zip(graph.inputs, own, strict=True) if t not in gathers}
+        lookups = {}
+        for op in (op for op in graph.ops if picks_rows(op) and op.inputs[0] in gathers):
+            table, indices = op.inputs
+            i = graph.inputs.index(table)
+            if indices not in gathers and is_looked_up_cheaper(table.shape, indices, shards[i].group):
+                lookups[op] = partial(_looked_up, own[i], table, indices, shards[i].group)
         calls_before = dict(zip(graph.ops, accumulate((op in callees for op in graph.ops), initial=0), strict=False))
-        _, of = copy_graph(graph, Transfers(fetched=gathers, period=calls_before.get), copy, given, callees)
+        transfers = Transfers(fetched=gathers, period=calls_before.get)
+        _, of = copy_graph(graph, transfers, copy, given, callees, lookups)
         _release_before_calls(copy)
         copy.show_as({of[t]: f"{t.path}_all_gathered" for t in gathers if t in of})
         return copy
@@ -220,3 +234,13 @@ def _gathered(
     shard: popxl.Tensor, weight: popxl.Tensor, group: popxl.ReplicaGrouping, latest: popxl.Tensor | None
 ) -> popxl.Tensor:
     return gather_weight(shard, weight.dtype, group)
+
+
+def _looked_up(
+    shard: popxl.Tensor,
+    table: popxl.Tensor,
+    indices: popxl.Tensor,
+    group: popxl.ReplicaGrouping,
+    of: Mapping[popxl.Tensor, popxl.Tensor],
+) -> popxl.Tensor:
+    return look_up_rows(shard, of[indices], table.dtype, group)

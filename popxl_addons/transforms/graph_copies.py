@@ -41,6 +41,7 @@ def copy_graph(
     into: popxl.Graph | None = None,
     given: Mapping[popxl.Tensor, popxl.Tensor] = MappingProxyType({}),
     callees: Mapping[Op, popxl.Graph] = MappingProxyType({}),
+    instead: Mapping[Op, Callable[[Mapping[popxl.Tensor, popxl.Tensor]], popxl.Tensor]] = MappingProxyType({}),
 ) -> tuple[popxl.Graph, dict[popxl.Tensor, popxl.Tensor]]:
     """Copy of a graph: equal ops, devices, names and source lines.
 
@@ -52,6 +53,8 @@ def copy_graph(
         into: a graph without ops that becomes the copy; by default a new one.
         given: inputs of `into`, by the inputs of `graph` that they stand for. The others are added.
         callees: other graphs for calls, with inputs and outputs in the same places.
+        instead: for ops of one result that the copy lacks, functions that make it: from the copy's tensors by those of
+            `graph`. They fetch nothing.
 
     Returns:
         The copy, and its tensors by those of `graph`: for an offloaded tensor, the one that is returned in its place.
@@ -75,12 +78,11 @@ def copy_graph(
                     period = transfers.period(op)
                     for t in transfers.fetched:
                         of.pop(t, None)
-                used = [t for t in op.inputs if t in transfers.fetched and t not in of]
+                used = [t for t in op.inputs if t in transfers.fetched and t not in of and op not in instead]
                 for t in dict.fromkeys(each for needed in used for each in transfers.together(op, needed)):
                     if t not in of:
                         of[t] = transfers.fetched[t](latest)
-                inputs = [of[t] for t in op.inputs]
-                twin = call_in_place_of(op, inputs, callees[op]) if op in callees else op.clone(inputs)
+                twin = _twin(op, of, callees.get(op), instead.get(op))
                 of.update(zip(op.outputs, twin.outputs, strict=True))
                 given_up.update((t, transfers.made[t](of[t])) for t in op.outputs if t in transfers.made)
             latest = next((t for t in twin.outputs if t.dtype.is_floating_point), latest)
@@ -91,6 +93,21 @@ def copy_graph(
         for t in graph.outputs:
             popxl.graph_output(of[t])
     return copy, of
+
+
+def _twin(
+    op: Op,
+    of: Mapping[popxl.Tensor, popxl.Tensor],
+    callee: popxl.Graph | None,
+    instead: Callable[[Mapping[popxl.Tensor, popxl.Tensor]], popxl.Tensor] | None,
+) -> Op:
+    """The op of a copy, in the current graph, that stands for one of the original."""
+    if instead is not None:
+        made = instead(of).producer
+        assert made is not None
+        return made
+    inputs = [of[t] for t in op.inputs]
+    return op.clone(inputs) if callee is None else call_in_place_of(op, inputs, callee)
 
 
 def call_in_place_of(call: Op, inputs: Sequence[popxl.Tensor], graph: popxl.Graph) -> Op:

@@ -51,18 +51,36 @@ class Model(addons.Module):
         return ops.mean(x * x)
 
 
-def train(replicas: int = 1, accumulate: int = 1, **how: Any) -> tuple[list[float], dict[str, Any], popxl.Ir]:
+class Texts(addons.Module):
+    """Looks up rows of a table, some of them twice, and multiplies by it if it is tied."""
+
+    def __init__(self, rows: int, tied: bool) -> None:
+        super().__init__()
+        self.rows, self.tied = rows, tied
+
+    def build(self, tokens: popxl.Tensor) -> popxl.Tensor:
+        table = self.add_variable_input("table", drawn(self.rows, WIDTH), popxl.float32)
+        facts, layer = Layer().create_graph(popxl.TensorSpec((*tokens.shape, WIDTH), table.dtype))
+        (x,) = layer.bind(self.add_variable_inputs("layer", facts)).call(ops.gather(table, tokens))
+        if self.tied:
+            x = x @ table.T
+        return ops.mean(x * x)
+
+
+def train(
+    replicas: int = 1, accumulate: int = 1, module: addons.Module | None = None, data: Any = X, **how: Any
+) -> tuple[list[float], dict[str, Any], popxl.Ir]:
     """The losses of two steps, the variables after them, and the program."""
     np.random.seed(1)
     ir = popxl.Ir(replication=replicas)
     size = BATCH // replicas // accumulate
     with ir.main_graph:
-        x = popxl.h2d_stream((size, WIDTH), popxl.float32, "x")
+        x = popxl.h2d_stream((size, *data.shape[2:]), popxl.dtype.as_dtype(data.dtype), "x")
         update = partial(optimizers.sgd, lr=0.05, clip_norm=0.3)
-        training = addons.train_step(Model(), x, optimizer=update, accumulate=accumulate, **how)
+        training = addons.train_step(module or Model(), x, optimizer=update, accumulate=accumulate, **how)
         out = addons.host_store(training.loss)
     with popxl.Session(ir, "ipu_model") as session:
-        losses = [session.run({x: rows.reshape(session.host_shape(x))})[out].ravel()[0] for rows in X]
+        losses = [session.run({x: rows.reshape(session.host_shape(x))})[out].ravel()[0] for rows in data]
         found = session.get_tensors_data(training.variables.tensors)
     return losses, {name: np.array(found[v]) for name, v in training.variables.to_dict().items()}, ir
 
@@ -93,6 +111,34 @@ def test_as_if_they_were_whole(how: dict[str, Any]) -> None:
         "Stage": [["last.w"], []],
         "Stage_bwd_recomp": [["w__t0_after"]],
     }
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_rows_are_looked_up_in_shards(tied: bool) -> None:
+    """Where replicas ask for fewer rows than a table has, they exchange these."""
+    tokens = np.random.default_rng(2).integers(0, 12, (2, BATCH, 1)).astype(np.int32)
+    tokens[:, :2] = tokens[:, -2:]  # of other replicas
+    losses, variables, ir = train(3, module=Texts(12, tied), data=tokens, sharded=True)
+    others, whole, _ = train(module=Texts(12, tied), data=tokens)
+    np.testing.assert_allclose(losses, others, 1e-4)
+    for name, data in whole.items():
+        assert_near(variables[name], data, 1e-3)
+    assert not check(ir).findings
+    assert gathers_of(ir)["Texts"][0] == ["table"] * tied
+
+
+@pytest.mark.parametrize(("rows", "gathered"), [(9, 0), (10, 1), (6, 1)], ids=["rows", "unequal shares", "few rows"])
+def test_which_tables_are_looked_up_in(rows: int, gathered: int) -> None:
+    """Those of equal shares, of more rows than replicas ask for."""
+    ir = popxl.Ir(replication=3)
+    with ir.main_graph:
+        table, tokens = popxl.TensorSpec((rows, WIDTH), popxl.float32), popxl.TensorSpec((2,), popxl.int32)
+        model = ir.create_graph(lambda t, i: ops.gather(t, i), table, tokens)
+        shards, _ = popxl.replica_sharded_variable(np.ones(table.shape), popxl.float32, "table")
+        named = addons.GraphWithNamedArgs(model, addons.NamedTensors(table=model.inputs[0]))
+        copy = gather_where_read(named, addons.NamedTensors(table=shards))
+    assert copy.args.table.meta_shape == table.shape
+    assert len([op for op in copy.graph.ops if op.op_type == "WeightAllGather"]) == gathered
 
 
 def gathers_of(ir: popxl.Ir) -> dict[str, list[list[str]]]:

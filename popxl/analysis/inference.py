@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import compress, repeat
+from itertools import compress
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from popxl import dtypes
 from popxl.analysis.mesh import Mesh, mesh_of
@@ -34,10 +36,11 @@ from popxl.analysis.replication import (
     join_all,
     join_axis,
     reduced_slot,
+    reduction,
     variable_types,
 )
 from popxl.analysis.sharding_rules import ZERO
-from popxl.analysis.type_findings import TypeFindings
+from popxl.analysis.type_findings import TypeFindings, own_axes
 from popxl.core.aliasing import add_alias
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import Run, is_call, is_loop
@@ -98,16 +101,17 @@ class TypeInference:
         outcome = _GraphInference(self, main, held, first).outcome
         repeated: set[int] = set()  # axes along which an operand that is the same on all replicas was summed
         report.types |= zip(variables, first, strict=True)
+        alike: dict[tuple[ReplicaType, ReplicaType], list[Variable]] = {}  # there are many variables, and few types
         for v, was, after, change in zip(variables, first, outcome.contents, outcome.changes, strict=True):
-            if after != was:
-                repeated.update(_repeated_axes(after))
-                certain, others = _diverged_axes(was, after)
-                if certain:
-                    report.diverged[v] = certain
-                elif others:
-                    report.maybe_diverged[v] = others
-            if change is not None and not v.location_info.isRemote():
-                self.findings.variable_update(v, was, *change)
+            if change is not None:
+                alike.setdefault((was, after), []).append(v)
+                if (own := own_axes(was, change[1])) and not v.location_info.isRemote():
+                    self.findings.variable_update(v, was, *change, own)
+        for (was, after), some in alike.items():
+            repeated.update(_repeated_axes(after))
+            certain, others = _diverged_axes(was, after)
+            diverged = report.diverged if certain else report.maybe_diverged
+            diverged |= dict.fromkeys(some if certain or others else (), certain or others)
         of_learning = {mesh.names[i] for i in repeated}
         report.findings += [
             each
@@ -154,7 +158,7 @@ class _Contents(dict[Tensor, ReplicaType]):
     def __missing__(self, t: Tensor) -> ReplicaType:
         op = t.producer
         if op is None:
-            return self.zero if isinstance(t, Constant) and not t.data.any() else self.given
+            return self.zero if isinstance(t, Constant) and _is_zero(t.data) else self.given
         if op.kind.view is not None:
             bases = join_all(self.of(op.inputs)) if op.inputs else self.given
             return tuple(_view_type(op, along) for along in bases) if _has_known_dimensions(bases) else bases
@@ -224,7 +228,11 @@ class _GraphInference:
         if kind.overwrites is not None:
             self.overwrite(op, types, made[0])
             return
-        content |= zip(op.outputs, made if len(made) > 1 else repeat(made[0]), strict=False)
+        if len(made) == 1:
+            for t in op.outputs:
+                content[t] = made[0]
+        else:
+            content |= zip(op.outputs, made, strict=False)
 
     def overwrite(self, op: Op, types: tuple[ReplicaType, ...], made: ReplicaType) -> None:
         """Note what an op writes to its operands, by what it changes them, and what it returns."""
@@ -291,7 +299,7 @@ class _GraphInference:
 
     def collective_result(self, op: Op, types: Sequence[ReplicaType]) -> ReplicaType:
         """What an op makes that replicas carry out together."""
-        makes, reduction = op.kind.exchanged(op.attributes), op.attributes.get("op")
+        makes, name = op.kind.exchanged(op.attributes), op.attributes.get("op")
         before = join_all(types)
         if makes == "own":
             return before
@@ -301,12 +309,14 @@ class _GraphInference:
                 report.untyped.setdefault(op, "an op between replicas that does not say what it makes")
             return tuple(NOT_KNOWN if i in axes else each for i, each in enumerate(before))
         same = SAME
-        if reduction is not None:
-            same = REPEATED_SUM if self.findings.reduction(op, before, axes, reduction) else REDUCED
-            report.reductions[op] = join(report.reductions.get(op, before), before)
+        if name is not None:
+            same = REPEATED_SUM if self.findings.reduction(op, before, axes, name) else REDUCED
+            known = report.reductions.get(op)
+            of = before if known is None else join(known.before, before)
+            report.reductions[op] = reduction(name, of, axes, self.program.mesh.sizes)
         elif makes == "same" and op.inputs[0].meta_shape:
             self.findings.gather(op, before, axes)
-        return _exchanged_type(before, axes, same if makes == "same" else None, reduction is not None)
+        return _exchanged_type(before, axes, same if makes == "same" else None, name is not None)
 
     # Ops that run graphs --------------------------------------------------------------------------------------------
 
@@ -357,6 +367,10 @@ def _view_type(op: Op, along: AxisType) -> AxisType:
     if not _has_known_dimensions((along,)):
         return along
     return join_axis(result_types(op, [along] * len(op.inputs))[0])
+
+
+def _is_zero(numbers: np.ndarray) -> bool:
+    return not (numbers if numbers.size == 1 else numbers.any())  # the truth of one number takes a fiftieth of `any`
 
 
 @lru_cache(256)

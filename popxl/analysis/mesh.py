@@ -7,7 +7,7 @@ axes, and each group extends along some of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from popxl.core.recording import Op
     from popxl.core.tensor import Variable
     from popxl.ir import Ir
+    from popxl.values.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -78,17 +79,19 @@ def mesh_of(ir: Ir, collectives: Iterable[Op], variables: Iterable[Variable] = (
         >>> mesh_of(popxl.Ir(axes={"data": 2, "tensor": 4}), []).strides
         (4, 1)
     """
-    count = ir.replication_factor
-    ends = {1, count}
-    named = ir.named_axes
-    places = {} if named is None else named.by_stride
-    for stride, size in places:
-        ends |= {stride, stride * size}
     groups = {(op.attributes["stride"], op.attributes["group_size"]) for op in collectives}
     all_groupings = map(attrgetter("replica_grouping"), variables)
     groupings = {id(each): each for each in all_groupings}  # many variables have the same one
     groups.update((r.stride, r.group_size) for each in groupings.values() if (r := each.const_rg))
-    for stride, size in groups:
+    return _mesh(ir.replication_factor, ir.named_axes, frozenset(groups))
+
+
+@lru_cache(64)
+def _mesh(count: int, named: Axes | None, groups: Set[tuple[int, int]]) -> Mesh | None:
+    """The mesh of so many replicas, of which some are together in groups of a stride and a size."""
+    places = {} if named is None else named.by_stride
+    ends = {1, count}
+    for stride, size in (*places, *groups):
         if size > 1:
             ends |= {stride, stride * size}
     found = sorted(ends)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from popxl.core.traits import is_call
-
 if TYPE_CHECKING:
     from popxl.core.recording import Op
     from popxl.graph import Graph
@@ -19,7 +17,7 @@ class GraphOps:
 
     Attributes:
         ops: all of them.
-        calls: ops that run a graph once.
+        calls: ops that run graphs.
         collectives: ops between replicas.
         statements: those that declare values equal.
         exchanges: loads and stores of host streams and remote buffers.
@@ -70,8 +68,7 @@ def index_ops(main: Graph) -> dict[Graph, GraphOps]:
                 continue
             if kind.graphs:
                 called |= dict.fromkeys(op.called_graphs)
-                if is_call(op):
-                    index.calls.append(op)
+                index.calls.append(op)
             elif kind.stands_for is None:
                 index.add(op)
             else:

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Hashable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from popxl.analysis.means import share_of_mean
 from popxl.analysis.mesh import Mesh
+from popxl.analysis.reduced_values import ReducedValue, Stored, Update, is_of_replicas, reduced_values, scaled
 from popxl.analysis.replication import (
     PARTIAL,
     REPLICATED,
     VARYING,
     Finding,
-    ReplicaType,
     Report,
     begins_different,
     finding,
@@ -36,56 +32,12 @@ from popxl.analysis.value_lints import (
     transposed_weights,
     unread_batches,
 )
-from popxl.core.tensor import Constant, Tensor
+from popxl.core.tensor import Tensor
 from popxl.core.traits import is_call
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
     from popxl.graph import Graph
-
-LINEAR = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Neg", "Sub"})
-"""Ops through which a gradient is followed from its reduction to the update."""
-
-
-@dataclass(slots=True)  # not frozen, which takes thrice as long to make
-class _Reduced:
-    """Path from a reduction to a value.
-
-    Attributes:
-        by: reductions, in order.
-        factor: constant factor since the reduction; unknown otherwise.
-        scaled: last op that scaled it.
-        scalars: scalars that it was multiplied with or divided by.
-    """
-
-    by: tuple[Op, ...]
-    factor: float = 1.0
-    scaled: Op | None = None
-    scalars: frozenset[Tensor] = frozenset()
-
-
-@dataclass(slots=True)
-class _Update:
-    """Variable update by a reduced value.
-
-    Attributes:
-        op: op that makes the change.
-        of: variable, or input of a graph.
-        how: reductions of the value that the variable is changed by.
-        axes: positions of the axes along which replicas had different values before.
-        scale: weight of one replica's value.
-    """
-
-    op: Op
-    of: Tensor
-    how: _Reduced
-    axes: tuple[int, ...]
-    scale: float
-
-    @property
-    def constants(self) -> str:
-        """Attributes of the op; none for a call, because a graph may be made for each shape."""
-        return "" if self.op.called_graphs else repr(self.op.attributes)
 
 
 def outliers(report: Report) -> Iterator[Finding]:
@@ -93,9 +45,9 @@ def outliers(report: Report) -> Iterator[Finding]:
     mesh = report.mesh
     if mesh is None:
         return
-    updates: list[_Update] = []
-    stored: list[tuple[Tensor, _Reduced]] = []
-    for made, out in _reduced_values(mesh, report):
+    updates: list[Update] = []
+    stored: Stored = []
+    for made, out in reduced_values(report):
         yield from _outlying_updates(mesh, made)
         updates += made
         stored += out
@@ -116,139 +68,10 @@ def outliers(report: Report) -> Iterator[Finding]:
     yield from _initial_values(mesh, report)
 
 
-def _reduced_values(mesh: Mesh, report: Report) -> Iterator[tuple[list[_Update], list[tuple[Tensor, _Reduced]]]]:
-    """Updates and stored numbers of each graph that reduces values, or calls a graph that returns reduced values."""
-    returned: dict[Graph, Mapping[int, _Reduced]] = {}
-    for graph in report.graphs:  # callees first
-        found = report.index[graph]
-        known = {
-            op.outputs[i]: how
-            for op in found.calls
-            for i, how in returned.get(op.called_graphs[0], {}).items()
-            if op.outputs[i].nelms > 1  # what reduces a single number that a graph returns makes it a loss
-        }
-        if known or any(map(report.reductions.get, found.collectives)):
-            yield _reduced_updates(graph, mesh, report, known)
-            returned[graph] = {i: known[t] for i, t in enumerate(graph.outputs) if t in known}
-
-
-def _reduced_updates(
-    graph: Graph, mesh: Mesh, report: Report, known: dict[Tensor, _Reduced]
-) -> tuple[list[_Update], list[tuple[Tensor, _Reduced]]]:
-    """Changes by reduced values in a graph, and the single numbers of reduced values that it stores.
-
-    Args:
-        known: the reduced values that calls return; all others of the graph are added.
-    """
-    updates: list[_Update] = []
-    stored: list[tuple[Tensor, _Reduced]] = []
-    reached = known.keys()
-    for op in report.index[graph].ops:
-        behind = [] if reached.isdisjoint(op.inputs) else [t for t in op.inputs if t in known]
-        if not behind and op not in report.reductions:
-            continue
-        if behind and op.kind.exchange and not op.outputs and (t := op.inputs[0]) in known and t.nelms == 1:
-            stored.append((t, known[t]))
-        if behind and op.modified:
-            updates += _updates(mesh, report, op, {t: known[t] for t in behind})
-        found = _reduced_result(op, behind, known, report)
-        made = () if op.called_graphs else op.outputs  # what a call returns is known
-        for t in (*made, *[op.inputs[i] for i in op.modified]):
-            if found is not None:
-                known[t] = found
-            else:
-                known.pop(t, None)
-    return updates, stored
-
-
-def _updates(mesh: Mesh, report: Report, op: Op, known: Mapping[Tensor, _Reduced]) -> Iterator[_Update]:
-    """The changes that an op makes by reduced values: for each of these, that of the first variable of its size."""
-    sizes = [t.nelms for t in known]
-    for size, how in zip(sizes, known.values(), strict=True):
-        if size > 1 and sizes.count(size) == 1:
-            changed = (op.inputs[i].origin for i in sorted(op.modified))
-            of = next((t for t in changed if t.producer is None and t.nelms == size), None)
-            if of is not None:
-                yield _Update(op, of, how, *_completed_axes(mesh, report, how))
-
-
-def _completed_axes(mesh: Mesh, report: Report, how: _Reduced) -> tuple[tuple[int, ...], float]:
-    """Positions of the axes along which replicas had different values before the reductions; and the weight of one such
-    value. The mean of equal values changes nothing, and their sum is a multiple."""
-    axes: set[int] = set()
-    scale = how.factor
-    for op in how.by:
-        of, weight = _completed(mesh.sizes, mesh.axes_of(op), report.reductions[op], op.attributes["op"] == "mean")
-        axes |= of
-        scale *= weight
-    return tuple(sorted(axes)), scale
-
-
-@lru_cache(256)
-def _completed(
-    sizes: Sequence[int], along: Sequence[int], before: ReplicaType, is_mean: bool
-) -> tuple[Set[int], float]:
-    """The same for one reduction along some axes, of a value of a type."""
-    weight = 1.0
-    for i in along:
-        if is_mean and before[i][0] > REPLICATED:
-            weight /= sizes[i]
-        elif not is_mean and before[i][0] <= REPLICATED:
-            weight *= sizes[i]
-    return frozenset(i for i in along if before[i][0] is VARYING), weight
-
-
-def _reduced_result(
-    op: Op, behind: Sequence[Tensor], known: Mapping[Tensor, _Reduced], report: Report
-) -> _Reduced | None:
-    """What an op makes of reduced values, those `behind` it, where that is followed."""
-    if op in report.reductions:
-        if op.attributes["op"] not in ("add", "mean"):
-            return None
-        before = known[op.inputs[0]] if behind else _unreduced(op)
-        return _Reduced((*before.by, op), before.factor, before.scaled, before.scalars)
-    if len(behind) != 1 or op.modified or not op.outputs:
-        return None
-    (t,) = behind
-    if op.kind.between_replicas:
-        return known[t]
-    linear = op.kind.view is not None or op.op_type in LINEAR
-    if not linear or op.outputs[0].nelms != t.nelms or (op.op_type == "Div" and t is not op.inputs[0]):
-        return None
-    found = known[t]
-    if op.op_type in ("Mul", "Div"):
-        for other in op.inputs:
-            if other is t or other.nelms != 1:
-                continue
-            if not isinstance(other, Constant):
-                found = replace(found, scalars=found.scalars | {other})
-            elif number := float(np.asarray(other.data, np.float64).reshape(())):
-                number = number if op.op_type == "Mul" else 1 / number
-                found = replace(found, factor=found.factor * number, scaled=op)
-    return found
-
-
-def _unreduced(op: Op) -> _Reduced:
-    """Path to the operand of a reduction. It tells a scale by the number of replicas alone: others are the loss's."""
-    (t, *_), count = op.inputs, op.attributes["group_size"]
-    scaled = t.producer
-    while scaled is not None and scaled.op_type in ("Cast", "Identity"):
-        scaled = scaled.inputs[0].producer
-    if scaled is None or scaled.op_type not in ("Mul", "Div") or t.nelms == 1 or scaled.inputs[0].nelms != t.nelms:
-        return _Reduced(())
-    number = scaled.inputs[1]
-    if not isinstance(number, Constant) or number.nelms != 1:
-        return _Reduced(())
-    factor = float(np.asarray(number.data, np.float64).reshape(()))
-    if not factor or not _is_of_replicas(factor, count):
-        return _Reduced(())
-    return _Reduced((), factor=factor if scaled.op_type == "Mul" else 1 / factor, scaled=scaled)
-
-
-def _outlying_updates(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Finding]:
+def _outlying_updates(mesh: Mesh, updates: Sequence[Update]) -> Iterator[Finding]:
     """Updates by values that differ from most others by a factor of the number of replicas."""
     for some in _comparable_updates(updates):
-        by_scale: dict[str, list[_Update]] = defaultdict(list)
+        by_scale: dict[str, list[Update]] = defaultdict(list)
         for each in some:
             by_scale[f"{each.scale:.5g}"].append(each)
         most = max(by_scale.values(), key=len)
@@ -261,25 +84,25 @@ def _outlying_updates(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Findin
         for each in (each for those in by_scale.values() if those is not most for each in those):
             ratio = each.scale / most[0].scale
             groups = (op.attributes["group_size"] for one in (each, most[0]) for op in one.how.by)
-            if _is_of_replicas(ratio, mesh.count(each.axes), *groups):
+            if is_of_replicas(ratio, mesh.count(each.axes), *groups):
                 yield from _outlier(mesh, each, most[0], ratio)
 
 
-def _comparable_updates(updates: Sequence[_Update]) -> Iterator[list[_Update]]:
+def _comparable_updates(updates: Sequence[Update]) -> Iterator[list[Update]]:
     """Updates along the same axes, by the same op with the same constants; excludes groups in which all agree."""
-    alike: dict[Hashable, list[_Update]] = defaultdict(list)
+    alike: dict[Hashable, list[Update]] = defaultdict(list)
     for each in updates:
         if each.axes:
             alike[each.axes, each.how.scalars, each.op.op_type].append(each)
     for some in alike.values():
         if len({each.scale for each in some}) > 1:
-            by_constants: dict[str, list[_Update]] = defaultdict(list)
+            by_constants: dict[str, list[Update]] = defaultdict(list)
             for each in some:
                 by_constants[each.constants].append(each)
             yield from by_constants.values()
 
 
-def _two_ways(mesh: Mesh, one: _Update, other: _Update) -> Iterator[Finding]:
+def _two_ways(mesh: Mesh, one: Update, other: Update) -> Iterator[Finding]:
     """The only two gradients, if their ratio is the number of replicas: either may be wrong, unless only one is scaled
     by a constant."""
     pairs = [(one, other), (other, one)]
@@ -288,16 +111,11 @@ def _two_ways(mesh: Mesh, one: _Update, other: _Update) -> Iterator[Finding]:
     for each, usual in pairs:
         ratio = each.scale / usual.scale
         groups = (op.attributes["group_size"] for op in (*one.how.by, *other.how.by))
-        if _is_of_replicas(ratio, mesh.count(each.axes), *groups):
+        if is_of_replicas(ratio, mesh.count(each.axes), *groups):
             yield from _outlier(mesh, each, usual, ratio)
 
 
-def _is_of_replicas(ratio: float, *counts: int) -> bool:
-    """Whether a ratio is the number of replicas of some reduction, or its inverse."""
-    return any(n > 1 and math.isclose(number, n, rel_tol=1e-4) for n in counts for number in (ratio, 1 / ratio))
-
-
-def _outlier(mesh: Mesh, one: _Update, usual: _Update, ratio: float) -> Iterator[Finding]:
+def _outlier(mesh: Mesh, one: Update, usual: Update, ratio: float) -> Iterator[Finding]:
     op, are = one.how.by[-1], usual.how.by[-1].attributes["op"]
     times = f"{ratio:g} times as large as" if ratio > 1 else f"{1 / ratio:g} times smaller than"
     words = {"add": "sum", "mean": "mean"}
@@ -320,14 +138,12 @@ def _outlier(mesh: Mesh, one: _Update, usual: _Update, ratio: float) -> Iterator
         )  # fmt: skip
 
 
-def _losses(
-    mesh: Mesh, report: Report, updates: Sequence[_Update], stored: Sequence[tuple[Tensor, _Reduced]]
-) -> Iterator[Finding]:
+def _losses(mesh: Mesh, report: Report, updates: Sequence[Update], stored: Stored) -> Iterator[Finding]:
     """Single numbers that are stored, and reduced otherwise than the gradients."""
     by_axis: dict[int, set[str]] = defaultdict(set)
-    for axes, op in {(each.axes, op) for each in updates for op in each.how.by}:
-        for i in {*axes}.intersection(mesh.axes_of(op)):
-            by_axis[i].add(op.attributes["op"])
+    for axes, by in {(each.axes, report.reductions[op]) for each in updates for op in each.how.by}:
+        for i in {*axes}.intersection(by.axes):
+            by_axis[i].add(by.name)
     for t, how in stored:
         op = how.by[-1]
         if missing := [i for i, (kind, _) in enumerate(report.types[t]) if kind is VARYING and i in by_axis]:
@@ -337,12 +153,12 @@ def _losses(
                 f"each replica stores another number. Reduce it over {mesh.text(missing)}, too.",
             )  # fmt: skip
         before = how.by[0].inputs[0]
-        (along, scale), share = _completed_axes(mesh, report, how), share_of_mean(before)
+        (along, scale), share = how.completed(report), share_of_mean(before)
         if share is None or how.scalars or not along or any(by_axis[i] != {"mean"} for i in along):
             continue
         count = mesh.count(along)
         ratio, of_all = share * scale * count, op.attributes["group_size"]
-        if not (_is_of_replicas(ratio, count, of_all) and _is_of_replicas(scale * count, count, of_all)):
+        if not (is_of_replicas(ratio, count, of_all) and is_of_replicas(scale * count, count, of_all)):
             continue  # what a factor before the reduction makes of a loss is the program's choice
         if how.factor == 1 and ratio > 1:
             yield finding(
@@ -358,7 +174,7 @@ def _losses(
             )  # fmt: skip
 
 
-def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[_Update]) -> Iterator[Finding]:
+def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[Update]) -> Iterator[Finding]:
     """Scalars that each replica stores, computed from its own data. They may be intended, as the host gets all of
     them."""
     reduced = {i for each in updates for i in each.axes}
@@ -413,8 +229,8 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """Sums that are scaled by the number of replicas, unlike others."""
     sums = [
         op
-        for op, held in report.reductions.items()
-        if op.attributes["op"] == "add" and op.outputs and {is_term(held[i]) for i in mesh.axes_of(op)} == {True}
+        for op, by in report.reductions.items()
+        if by.name == "add" and op.outputs and by.axes and all(is_term(by.before[i]) for i in by.axes)
     ]
     by_sum = {op.outputs[0]: op for op in sums}
     odd: dict[Op, Op] = {}
@@ -423,17 +239,17 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
             continue
         for t in reader.inputs:
             if (summed := by_sum.get(t)) is not None:
-                made = _reduced_result(reader, (t,), {t: _Reduced((summed,))}, report)
+                made = scaled(reader, t, ReducedValue((summed,)))
                 count = summed.attributes["group_size"]
                 if made is not None and any(math.isclose(made.factor, n) for n in (count, 1 / count)):
                     odd[summed] = reader
     for op, reader in odd.items():
-        of_mesh = report.reductions[op]
-        is_sum = all(of_mesh[i][0] is PARTIAL for i in mesh.axes_of(op)) and share_of_mean(op.inputs[0]) is None
+        by = report.reductions[op]
+        is_sum = all(by.before[i][0] is PARTIAL for i in by.axes) and share_of_mean(op.inputs[0]) is None
         if 2 * len(odd) <= len(sums) or (is_sum and op.attributes["group_size"] > 2):  # a half is a half of anything
             yield finding(
-                mesh, "factor of replicas", reader, op.inputs[0], mesh.axes_of(op),
-                f"replicas along {mesh.text(mesh.axes_of(op))} have terms of a sum, `{op.inputs[0].path}`, and their "
+                mesh, "factor of replicas", reader, op.inputs[0], by.axes,
+                f"replicas along {mesh.text(by.axes)} have terms of a sum, `{op.inputs[0].path}`, and their "
                 f"sum is multiplied by their number, {op.attributes['group_size']}, or divided by it. Leave that out.",
             )  # fmt: skip
 
@@ -472,14 +288,14 @@ def _fed_by(t: Tensor) -> Op | None:
     return None
 
 
-def _same_data(mesh: Mesh, report: Report, updates: Sequence[_Update], said: Set[int]) -> Iterator[Finding]:
+def _same_data(mesh: Mesh, report: Report, updates: Sequence[Update], said: Set[int]) -> Iterator[Finding]:
     """Means of gradients that are already equal on all replicas, although these have different feeds, unless the
     program has `said` for an axis which values are equal along it."""
     reductions = dict.fromkeys(op for each in updates for op in each.how.by)
     found: dict[Op, list[int]] = defaultdict(list)
     for i, (kind, _) in enumerate(report.fed):
-        some = [op for op in reductions if i in mesh.axes_of(op)] if kind is VARYING and i not in said else []
-        before = {report.reductions[op][i] for op in some}
+        some = [op for op in reductions if i in report.reductions[op].axes] if kind is VARYING and i not in said else []
+        before = {report.reductions[op].before[i] for op in some}
         if before == {(REPLICATED, None)} and all(op.attributes["op"] == "mean" for op in some):
             found[some[0]].append(i)
     for op, axes in found.items():

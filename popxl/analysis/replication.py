@@ -113,6 +113,37 @@ def finding(mesh: Mesh, category: str, op: Op, t: Tensor, axes: Iterable[int], m
     return Finding(category, False, op, t.path, tuple(mesh.names[i] for i in axes), message)
 
 
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """How a value is reduced over replicas; one object for all equal ones.
+
+    Attributes:
+        name: name of the reduction, such as `"add"`.
+        before: type of the operand.
+        axes: positions of the axes.
+        completed: those along which replicas have different values before.
+        weight: weight of one of these values in the result.
+    """
+
+    name: str
+    before: ReplicaType
+    axes: tuple[int, ...]
+    completed: tuple[int, ...]
+    weight: float
+
+
+@lru_cache(256)
+def reduction(name: str, before: ReplicaType, axes: tuple[int, ...], sizes: tuple[int, ...]) -> Reduction:
+    """A reduction along axes, on a mesh of these sizes."""
+    weight = 1.0
+    for i in axes:
+        if name == "mean" and before[i][0] > REPLICATED:
+            weight /= sizes[i]
+        elif name != "mean" and before[i][0] <= REPLICATED:
+            weight *= sizes[i]
+    return Reduction(name, before, axes, tuple(i for i in axes if before[i][0] is VARYING), weight)
+
+
 @dataclass(eq=False)
 class Report:
     """The types of a program's values, and the findings.
@@ -128,7 +159,7 @@ class Report:
         maybe_diverged: as `diverged`, if there was a reduction along these axes before the changes.
         reduced_updates: variables with a value for each replica, whose changes are all equal reduced values; with the
             op, and the positions of the axes.
-        reductions: type of the operand of each reduction.
+        reductions: reductions over replicas.
         fed: type of the host's feeds; empty if it feeds single numbers only.
         index: ops of each graph of the program, by their traits.
     """
@@ -142,7 +173,7 @@ class Report:
     diverged: dict[Variable, tuple[int, ...]] = field(default_factory=dict)
     maybe_diverged: dict[Variable, tuple[int, ...]] = field(default_factory=dict)
     reduced_updates: dict[Variable, tuple[Op, tuple[int, ...]]] = field(default_factory=dict)
-    reductions: dict[Op, ReplicaType] = field(default_factory=dict)
+    reductions: dict[Op, Reduction] = field(default_factory=dict)
     fed: ReplicaType = ()
     index: dict[Graph, GraphOps] = field(default_factory=dict)
 

@@ -54,11 +54,8 @@ class TypeFindings:
         text = message.format(t=f"`{t.path}`", axes=self.mesh.text(axes))
         self.found.setdefault((op, category), Finding(category, certain, op, t.path, names, text))
 
-    def variable_update(self, v: Variable, was: ReplicaType, op: Op, by: ReplicaType) -> None:
-        """Check the updates of a variable along axes where each replica has its own, or a shard along a dimension."""
-        own = _own_axes(was, by)
-        if not own:
-            return
+    def variable_update(self, v: Variable, was: ReplicaType, op: Op, by: ReplicaType, own: Sequence[int]) -> None:
+        """Check the updates of a variable along its `own_axes`."""
         if alike := tuple(i for i in own if by[i] in BY_REDUCED or (by[i] == SAME and _is_gathered_reduction(op))):
             self.report.reduced_updates[v] = op, alike
         if terms := [i for i in own if by[i][0] is PARTIAL and was[i][0] is SHARDED]:
@@ -179,7 +176,7 @@ class TypeFindings:
 
 
 @lru_cache(256)
-def _own_axes(was: ReplicaType, by: ReplicaType) -> tuple[int, ...]:
+def own_axes(was: ReplicaType, by: ReplicaType) -> tuple[int, ...]:
     """The axes along which replicas have a variable of their own, or shards along a dimension, and change it by values
     that are equal, terms of a sum, or shards along another dimension."""
     own = [i for i, along in enumerate(was) if along[0] in (VARYING, SHARDED) and along != (SHARDED, FLAT)]

@@ -411,6 +411,17 @@ def exchanged(along_data: bool) -> None:
     update(w, c.replicated_all_reduce(dw, "mean"))
 
 
+def accumulated(reduction: str) -> None:
+    """Gradients in accumulators; those of two weights are reduced before, and that of another after."""
+    x = fed(5, 8)
+    for name in "abc":
+        w, total = weight(8, 3, name=name), weight(8, 3, name=f"{name}_total")
+        g = x.T @ (x @ w)
+        ops.var_updates.accumulator_zero_(total)
+        ops.var_updates.accumulate_(total, g if name == "b" else c.replicated_all_reduce(g, "mean"))
+        update(w, c.replicated_all_reduce(total, reduction) if name == "b" else total)  # found after accumulation
+
+
 def statistics() -> None:
     """Means of rows, beside gradients that are sums."""
     x = fed(5, 8)
@@ -437,6 +448,7 @@ def statistics() -> None:
         (partial(divided_before, 8), "factor of replicas", "b", ("data", "tensor"), "found"),
         (partial(penalized, "add", 1.0), "sum of means", "add_out_all_reduce", ("data", "tensor"), "with a penalty"),
         (partial(exchanged, True), "gradient along other axes", "sin_out_reshaped_all_to_all", ("data",), "exchange"),
+        (partial(accumulated, "add"), "mixed reductions", "b", ("data", "tensor"), "found after accumulation"),
     ],
 )  # fmt: skip
 def test_outliers(
@@ -472,6 +484,7 @@ def test_outliers(
         partial(penalized, "mean", 8.0),
         partial(penalized, "mean", 1 / 8),
         partial(exchanged, False),
+        partial(accumulated, "mean"),
         statistics,
     ],
 )

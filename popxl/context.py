@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 from popxl.base.arguments import check_type
 from popxl.base.sequence import Mode, Sequencer
-from popxl.base.source import DebugRecord, SourceLocation, frame_above, user_line
+from popxl.base.source import DebugRecord, KnownCaller, SourceLocation, frame_above, user_frame_above, user_line
 from popxl.core.tensor import Tensor
 from popxl.tensorlocation import ExecutionContext
 
@@ -73,6 +73,7 @@ class Context(threading.local):
         self.execution_context = ExecutionContext.Normal
         self.sequence = Sequencer()
         self.frame_offset = 0
+        self.known_caller: KnownCaller | None = None
         self.debug_record: DebugRecord | None = None
         self._held_back: list[Op] | None = None
 
@@ -307,7 +308,16 @@ def _execution_context(context: ExecutionContext) -> Iterator[ExecutionContext]:
 
 def user_frame() -> tuple[CodeType, int]:
     """Code object and line number of the user's line that is calling us."""
-    return user_line(sys._getframe(2), _context.frame_offset)
+    return user_line(sys._getframe(2), _context.frame_offset, _context.known_caller)
+
+
+@contextmanager
+def with_known_caller() -> Iterator[None]:
+    """Find the user's line once for a block that recurses: the search for an op's line ends at the function of the
+    innermost such block."""
+    frame = sys._getframe(2)
+    with _context.set(known_caller=(frame, user_frame_above(frame, _context.known_caller))):
+        yield
 
 
 @contextmanager

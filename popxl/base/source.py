@@ -91,24 +91,32 @@ def _module_is_ours(module: str) -> bool:
     return known
 
 
-def _user_frame_above(frame: FrameType) -> FrameType:
-    """The innermost user frame, starting at this frame."""
+KnownCaller = tuple[FrameType, FrameType]
+"""A frame of ours, and the innermost user frame above it."""
+
+
+def user_frame_above(frame: FrameType, known: KnownCaller | None = None) -> FrameType:
+    """The innermost user frame, starting at this frame. A known caller ends the search early."""
+    ours, caller = known or (None, None)
     while frame.f_back is not None and _module_is_ours(frame.f_globals.get("__name__", "")):
+        if frame is ours and caller is not None:
+            return caller
         frame = frame.f_back
     return frame
 
 
-def user_line(frame: FrameType, further: int) -> tuple[CodeType, int]:
+def user_line(frame: FrameType, further: int, known: KnownCaller | None = None) -> tuple[CodeType, int]:
     """Code object and line number of the innermost frame that is not ours. Cheap: nothing is formatted.
 
     Args:
         frame: first frame to inspect.
         further: number of further frames outside of popxl to skip.
+        known: see `user_frame_above`.
     """
-    frame = _user_frame_above(frame)
+    frame = user_frame_above(frame, known)
     for _ in range(further):
         if frame.f_back is not None:
-            frame = _user_frame_above(frame.f_back)
+            frame = user_frame_above(frame.f_back)
     return frame.f_code, frame.f_lineno
 
 

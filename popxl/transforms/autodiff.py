@@ -14,7 +14,7 @@ from typing import Any, cast
 from popxl.base.arguments import check_type
 from popxl.base.log import Logger
 from popxl.base.source import warn_at
-from popxl.context import get_current_context
+from popxl.context import get_current_context, with_known_caller
 from popxl.core.aliasing import callees_first, has_effect, reachable
 from popxl.core.create import constant
 from popxl.core.derivative import Derivative
@@ -306,9 +306,9 @@ class _Differentiation:
                 "its `graph`, and assign the module that knows it to an attribute of the one that uses it.",
                 UnusedGradientWarning,
             )
-        _Differentiation(
-            callee, self.needed[callee], required, self.infos, self.needed, self.transform, complete=False
-        ).run()
+        needed = self.needed[callee]
+        with with_known_caller():
+            _Differentiation(callee, needed, required, self.infos, self.needed, self.transform, complete=False).run()
 
     # Interface for rules --------------------------------------------------------------------------------------------
 

@@ -488,6 +488,23 @@ def test_an_op_knows_the_line_that_made_it(ir):
     assert all(s.file == __file__ for s in sources)
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+def test_gradients_of_nested_graphs_know_the_line_of_autodiff(offset):
+    """With an offset, that of a caller further out."""
+
+    def differentiated(graph):
+        with popxl.context.debug_context_frame_offset(offset):
+            return popxl.transforms.autodiff(graph, return_all_grad_graphs=True)  # inner line
+
+    ir = popxl.Ir()
+    inner = ir.create_graph(lambda x: ops.sin(x) * x, popxl.TensorSpec((2,), popxl.float32))
+    outer = ir.create_graph(lambda x: ops.call(inner, x)[0] * 2.0, popxl.TensorSpec((2,), popxl.float32))
+    infos = differentiated(outer)  # outer line
+    assert infos.keys() == {inner, outer}
+    sources = {op.source.text.partition("# ")[2] for info in infos.values() for op in info.graph.ops}
+    assert sources == {("inner line", "outer line")[offset]}
+
+
 def test_a_helper_can_step_aside(ir):
     def helper(x):
         with popxl.context.debug_context_frame_offset(1):

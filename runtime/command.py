@@ -122,8 +122,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             return fail(f"--{name} {folder}: {problem}", 2)
-    if options.command in ("tune", "plan") and target is None:
-        return fail(f"{options.command}: `--target` is missing; expected {FORMS}.", 2)
     if options.command == "plan":
         try:
             budget = bytes_of(options.budget, "--budget")
@@ -181,7 +179,9 @@ def _parser() -> argparse.ArgumentParser:
                 "--pictures", type=Path, metavar="FOLDER", help="folder for pictures of the memory, as SVG"
             )
         command.add_argument("--pages", type=Path, metavar="FOLDER", help="folder for the reports, as HTML pages")
-        target = "compile for a machine elsewhere, and run nothing" if runs else "the machine, which can be elsewhere"
+        target = "compile for a machine elsewhere, and run nothing"
+        if not runs:
+            target = "the machine, which can be elsewhere; by default the device that the program names"
         command.add_argument("--target", metavar="MACHINE", help=f"{target}: {FORMS}")
         if name == "plan":
             command.add_argument("--budget", required=True, help="memory of a device, such as 40GB")

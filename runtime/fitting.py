@@ -13,9 +13,11 @@ from popxl.base.choices import VARIABLE, Choices, as_text, choosing, unknown_in_
 from popxl.base.pages import OnPage, Page, Table, bytes_text, seconds_text
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from runtime.inspection import report_of
+from runtime.costs.executables import chip_of
+from runtime.costs.memory import memory_of_program
+from runtime.costs.program_cost import cost_of
 from runtime.program.compiled import CompiledProgram
-from runtime.report import TargetReport
+from runtime.progress import stage
 
 
 class _Frozen(BaseModel):
@@ -125,13 +127,14 @@ def fit(compiled: Callable[[], CompiledTrial], told: Callable[[str], object]) ->
         PopxlError: if the program has no choices, makes no session, or cannot be compiled with any of them.
         KeyboardInterrupt: if nothing was tried before.
     """
-    tried: list[tuple[Tried, TargetReport | None]] = []
+    tried: list[tuple[Tried, _MachineFigures | None]] = []
     untried: list[dict[str, Any]] = [{}]
     is_complete = True
     while untried:  # later choices may depend on earlier ones; so each run reports further options
         taken = untried.pop()
         try:
-            choices, found = _tried(compiled, taken)
+            with stage(f"Combination {len(tried) + 1} of the choices"):
+                choices, found = _tried(compiled, taken)
         except KeyboardInterrupt:
             if not tried:
                 raise
@@ -150,29 +153,42 @@ def fit(compiled: Callable[[], CompiledTrial], told: Callable[[str], object]) ->
             untried += reversed([{**dict(got[:number]), name: option} for option in others])
     if is_complete and len(tried) == 1 and not tried[0][0].choices:
         raise PopxlError("the program has no choices; it asks for them by `popxl.choice(name, options)`.")
-    target = next((each[1] for each in tried if each[1] is not None), None)
-    if target is None:
+    figures = next((each for _, each in tried if each is not None), None)
+    if figures is None:
         raise PopxlError(f"no combination of its choices can be compiled. {tried[0][0].problem}")
     results = tuple(each for each, _ in tried)
-    return Fit(target=target.description, capacity=target.capacity, tried=results, is_complete=is_complete)
+    return Fit(target=figures.machine, capacity=figures.capacity, tried=results, is_complete=is_complete)
+
+
+class _MachineFigures(NamedTuple):
+    """Description of a machine, and memory of a chip in bytes."""
+
+    machine: str
+    capacity: int
+
+
+def _figures(program: CompiledProgram) -> _MachineFigures | None:
+    """Figures of the machine that a program is compiled for; `None` for an unknown chip."""
+    chip = chip_of(program)
+    return None if chip is None else _MachineFigures(str(program.device.target or chip.name), chip.memory_bytes)
 
 
 def _tried(
     compiled: Callable[[], CompiledTrial], taken: Mapping[str, Any]
-) -> tuple[Choices, tuple[Tried, TargetReport | None]]:
+) -> tuple[Choices, tuple[Tried, _MachineFigures | None]]:
     with choosing(taken) as choices:
         programs, problem = compiled()
     if not programs and not problem:
         with_these = f" with {as_text(choices.selections())}" if choices.options else ""
         raise PopxlError(f"the program makes no session{with_these}, so there is nothing to compile.")
-    reports = [report_of(ir, program) for ir, program in programs]
-    found = [report.target for report in reports if report.target is not None]
+    memory = max((memory_of_program(ir, program).device for ir, program in programs), default=None)
+    figures = next((_figures(program) for _, program in programs), None)
     tried = Tried(
         choices=choices.selections(),
-        memory_bytes=max((report.memory.device for report in reports), default=None),
-        fits=not problem and all(target.fits for target in found),
-        seconds=None if problem else sum(target.cost.seconds or 0.0 for target in found),
+        memory_bytes=memory,
+        fits=not problem and memory is not None and figures is not None and memory <= figures.capacity,
+        seconds=None if problem else sum(cost_of(program).seconds or 0.0 for _, program in programs),
         units=prod(float(choices.selections()[name]) for name in choices.work),
         problem=problem,
     )
-    return choices, (tried, found[0] if found else None)
+    return choices, (tried, figures)

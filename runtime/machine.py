@@ -55,8 +55,8 @@ class NothingRuns(BaseException):
     """
 
 
-class _IdleMachine(Machine):
-    """Machine without execution: attempting to run anything ends the user's program."""
+class IdleMachine(Machine):
+    """Machine that compiles programs for their devices and runs nothing: attempting to run ends the user's program."""
 
     def runner(self, program: CompiledProgram) -> None:
         return None
@@ -77,7 +77,7 @@ class PlannedProgram(CompiledProgram):
         raise NothingRuns
 
 
-class PlanningMachine(_IdleMachine):
+class PlanningMachine(IdleMachine):
     """Machine without compilation and execution; requires no hardware except the CPU."""
 
     def device(self, description: str | Device | Target, ir: Ir) -> Device:
@@ -90,7 +90,7 @@ class PlanningMachine(_IdleMachine):
         return PlannedProgram(device, layout_for(ir, device, None if known is None else known.calls))
 
 
-class TargetMachine(_IdleMachine):
+class TargetMachine(IdleMachine):
     """Machine compiling all programs for one offline target, ignoring requested devices; runs nothing.
 
     Args:

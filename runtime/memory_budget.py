@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from popxl.analysis.memory import Memory, steps_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
+from popxl.core.recording import Op
 from popxl.errors import PopxlError
+from popxl.graph import Graph
 from popxl.ir import Ir
 from runtime.costs.cost import Cost
 from runtime.costs.executables import chip_of
@@ -19,6 +21,7 @@ from runtime.costs.program_cost import cost_of
 from runtime.memory_needs import GraphNeeds
 from runtime.memory_solver import Release, Solution, keep_all, most_bytes, solve
 from runtime.program.compiled import CompiledProgram
+from runtime.progress import stage
 from runtime.targets.chip import Chip
 
 COMPILATIONS = 3
@@ -64,8 +67,9 @@ class Compiled(NamedTuple):
         ir: the program.
         memory, cost: figures of the compiler.
         chip: published figures, if there are any.
-        may_offload: whether offloaded activations are on the host meanwhile: in loops, on TPUs. XLA fetches those of
-            inlined calls long before they are read; on GPUs, no plan of a budget with them has been compiled.
+        offloadable: names of graphs whose offloaded activations are on the host meanwhile: those that rerolled loops
+            call, on TPUs. XLA fetches those of other calls long before they are read; on GPUs, no plan of a budget with
+            them has been compiled.
         release: time when the memory of an activation is freed.
         applied: object that applied the plan: its `needs` are the graphs, its `plan` is the applied plan, and
             `plan_with(treatments)` another plan for the same program.
@@ -75,7 +79,7 @@ class Compiled(NamedTuple):
     memory: Memory
     cost: Cost
     chip: Chip | None
-    may_offload: bool
+    offloadable: frozenset[str]
     release: Release
     applied: Any
 
@@ -98,9 +102,27 @@ def compiled_program(ir: Ir, program: CompiledProgram, applied: Sequence[Any]) -
             "plan (`setMemoryPlan`). Nothing runs, so a program has to train before it runs anything else."
         )
     release = "read" if applied[0].is_whole else _RELEASES.get(program.layout.calls, "call")
-    may_offload = program.layout.calls == "rolled" and program.layout.compile_target.platform == "tpu"
+    offloadable = frozenset(_offloadable(program, applied[0].names))
     memory, cost = memory_of_program(ir, program), cost_of(program)
-    return Compiled(ir, memory, cost, chip_of(program), may_offload, release, applied[0])
+    return Compiled(ir, memory, cost, chip_of(program), offloadable, release, applied[0])
+
+
+def _offloadable(program: CompiledProgram, names: Mapping[Graph, str]) -> Iterator[str]:
+    """Names of planned graphs that only loops call, on devices where loops offload."""
+    layout = program.layout
+    rerolling = layout.rerolling
+    if rerolling is None or layout.calls != "rolled" or layout.compile_target.platform != "tpu":
+        return
+    in_loops = {op for loop in rerolling.loops for op in loop.all_ops}
+    for graph, name in names.items():
+        if all(call in in_loops or "repeat_count" in _caller(call) for call in graph.call_sites):
+            yield name
+
+
+def _caller(call: Op) -> Mapping[str, Any]:
+    """Attributes of the op whose graph makes a call; none in the main graph, and in graphs called several times."""
+    callers = call.graph.call_sites
+    return callers[0].attributes if len(callers) == 1 else {}
 
 
 def planned_program(programs: Sequence[tuple[Ir, CompiledProgram]], applied: Sequence[Any]) -> Compiled:
@@ -183,6 +205,7 @@ class _Search:
 
     def __init__(self, compiled: Callable[[Any], Compiled], budget: int, told: Callable[[str], object]) -> None:
         self._compiled, self._budget, self._told = compiled, budget, told
+        self._title = f"Memory plan within {bytes_text(budget)}"
         self.tried: list[tuple[Solution, Compiled]] = []
 
     @property
@@ -199,7 +222,7 @@ class _Search:
 
     def try_everything(self) -> None:
         """Compile the program with all activations kept."""
-        first = self._compiled("everything")
+        first = self._compile("everything")
         self._add(keep_all(first.applied.needs, first.release), first)
 
     def try_next(self) -> bool:
@@ -210,7 +233,7 @@ class _Search:
             solution = self._solved(None)
         if solution is None or self._is_known(solution) or solution.bytes > self.tried[0][0].bytes:
             return False  # more than with everything kept: the time to solve was too short
-        self._add(solution, self._compiled(first.applied.plan_with(solution.treatments)))
+        self._add(solution, self._compile(first.applied.plan_with(solution.treatments)))
         return True
 
     def result(self) -> BudgetedPlan:
@@ -224,16 +247,23 @@ class _Search:
             best.applied.plan, self._budget, best.memory, best.cost, first.memory, first.cost, len(self.tried)
         )
 
+    def _compile(self, memory: Any) -> Compiled:
+        number = len(self.tried) + 1
+        before = f", {bytes_text(self.tried[-1][1].memory.device)} the last time" if self.tried else ""
+        with stage(f"{self._title}: program {number} of at most {COMPILATIONS}{before}"):
+            return self._compiled(memory)
+
     def _add(self, solution: Solution, found: Compiled) -> None:
         self.tried.append((solution, found))
         self._told(
-            f"{len(self.tried)}: {bytes_text(found.memory.device)} as compiled, with {bytes_text(solution.bytes)} of "
-            "activations"
+            f"{len(self.tried)}: {bytes_text(found.memory.device)} as compiled, of {bytes_text(self._budget)}, with "
+            f"{bytes_text(solution.bytes)} of activations"
         )
 
     def _solved(self, limit: float | None) -> Solution | None:
         last = self.tried[-1][1]
-        return solve(self._graphs, limit, last.chip, last.may_offload, last.release)
+        with stage(f"{self._title}: solving"):
+            return solve(self._graphs, limit, last.chip, last.offloadable, last.release)
 
     def _is_known(self, solution: Solution) -> bool:
         return any(solution.treatments == known.treatments for known, _ in self.tried)

@@ -7,7 +7,7 @@ backward calls run in the reverse order, so the first calls recompute where the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
@@ -66,12 +66,16 @@ def keep_all(graphs: Sequence[GraphNeeds], release: Release) -> Solution:
 def most_bytes(graphs: Sequence[GraphNeeds], treatments: Treatments, release: Release) -> int:
     """What activations and gradients take at the highest, with some treatments."""
     divided = [_Divided(g, tuple(group.calls for group in treatments[g.name])) for g in graphs]
-    program = _IntegerProgram(divided, None, True, release)
+    program = _IntegerProgram(divided, None, {g.name for g in graphs}, release)
     return round(program.most(program.columns(treatments)))
 
 
 def solve(
-    graphs: Sequence[GraphNeeds], limit: float | None, chip: Chip | None, may_offload: bool, release: Release = "read"
+    graphs: Sequence[GraphNeeds],
+    limit: float | None,
+    chip: Chip | None,
+    offloadable: Collection[str],
+    release: Release = "read",
 ) -> Solution | None:
     """The treatments that add least time.
 
@@ -80,7 +84,7 @@ def solve(
         limit: upper limit of the peak bytes of activations and gradients; `None` for as few as possible, regardless of
             time.
         chip: published figures, if there are any.
-        may_offload: whether offloading to the host is one of the treatments.
+        offloadable: names of the graphs for which offloading to the host is one of the treatments.
         release: time when memory is free again.
 
     Returns:
@@ -90,7 +94,7 @@ def solve(
 
     def solved(groups: Mapping[str, tuple[int, ...]]) -> tuple[float, Solution | None]:
         divided = [_Divided(g, groups[g.name]) for g in graphs]
-        return _IntegerProgram(divided, chip, may_offload, release).solved(limit)
+        return _IntegerProgram(divided, chip, offloadable, release).solved(limit)
 
     price, best = solved(groups)
     for g in sorted(graphs, key=lambda g: g.calls * sum(g.bytes.values()), reverse=True):
@@ -118,7 +122,9 @@ class _IntegerProgram:
     the peak in megabytes, as HiGHS prefers numbers of one magnitude.
     """
 
-    def __init__(self, graphs: Sequence[_Divided], chip: Chip | None, may_offload: bool, release: Release) -> None:
+    def __init__(
+        self, graphs: Sequence[_Divided], chip: Chip | None, offloadable: Collection[str], release: Release
+    ) -> None:
         self._graphs = graphs
         self._release = release
         self._kept: dict[tuple[str, int, str], int] = {}
@@ -129,7 +135,7 @@ class _IntegerProgram:
         self._times = list[float]()
         for each in graphs:
             for group, count in enumerate(each.counts):
-                self._declare(each.graph, group, count, chip, may_offload)
+                self._declare(each.graph, group, count, chip, each.graph.name in offloadable)
         self._rows: list[_Row] = []
         self._least: list[float] = []
         for each in graphs:

@@ -1,4 +1,4 @@
-"""Compilation progress: callbacks, and a progress line on terminals.
+"""Progress of compilations and other long work: callbacks, and a progress line on terminals.
 
 Nothing is shown in the first seconds of a compilation, or if standard error is not a terminal. The environment variable
 `POPXL_PROGRESS` changes that: `off` shows nothing; `on` shows it there too, line by line.
@@ -73,6 +73,68 @@ def compilation_progress(callback: Callback) -> Iterator[None]:
         _callback.reset(token)
 
 
+class _ProgressLine:
+    """Progress line in standard error: a thread prints a text periodically. On terminals it is cleared at the end."""
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        self._text = text
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Start printing, unless that is disabled or has begun."""
+        if self._thread is None and _is_enabled():
+            self._thread = threading.Thread(target=self._show, name="progress line", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _show(self) -> None:
+        stream = sys.stderr
+        on_terminal = stream.isatty()
+        begin, end = ("\r\x1b[K", "") if on_terminal else ("", "\n")
+        waiting = PATIENCE
+        while not self._over.wait(waiting):
+            print(f"{begin}{self._text()}", end=end, file=stream, flush=True)
+            waiting = INTERVALS[on_terminal]
+        if on_terminal and waiting != PATIENCE:
+            print(begin, end="", file=stream, flush=True)
+
+
+@contextmanager
+def stage(what: str) -> Iterator[None]:
+    """Show a stage of long work on the progress line while a block runs, with the compilations in the block.
+
+    Nothing is shown under a callback of `compilation_progress`, which is told of the compilations.
+
+    Args:
+        what: the stage, in a few words.
+
+    Example:
+        >>> with stage("Memory plan within 14 GB: solving"):
+        ...     plan = 1 + 1  # takes a while
+    """
+    if _callback.get() is not None:
+        yield
+        return
+    start, compiling = perf_counter(), ""
+
+    def note(progress: CompilationProgress) -> None:
+        nonlocal compiling
+        compiling = f", compiling {progress.what}" if progress.what else ""
+
+    line = _ProgressLine(lambda: f"{what}{compiling}, {perf_counter() - start:.0f} s")
+    line.begin()
+    try:
+        with compilation_progress(note):
+            yield
+    finally:
+        line.end()
+
+
 class Watch:
     """Context of a running compilation: `with Watch() as watch: watch.begins("the program", 0, 1); ...`."""
 
@@ -80,17 +142,15 @@ class Watch:
         self._start = perf_counter()
         self._now = CompilationProgress(0, 0, "", 0.0)
         self._callback = _callback.get()
-        self._over = threading.Event()
-        self._line: threading.Thread | None = None
+        self._line = _ProgressLine(lambda: str(self._timed()))
 
     def begins(self, what: str, done: int, total: int) -> None:
         """Report the start of compilation `what`, after `done` of `total` compilations."""
         self._now = CompilationProgress(done, total, what, 0.0)
         if self._callback is not None:
             self._callback(self._timed())
-        elif self._line is None and _is_enabled():
-            self._line = threading.Thread(target=self._show, name="compilation progress", daemon=True)
-            self._line.start()
+        else:
+            self._line.begin()
 
     def _timed(self) -> CompilationProgress:
         return replace(self._now, seconds=perf_counter() - self._start)
@@ -99,24 +159,10 @@ class Watch:
         return self
 
     def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
-        self._over.set()
-        if self._line is not None:
-            self._line.join()
+        self._line.end()
         if self._callback is not None and exception is None:
             self._now = replace(self._now, done=self._now.total, what="")
             self._callback(self._timed())
-
-    def _show(self) -> None:
-        """Print progress periodically until compilation ends. Terminals show a single line, cleared at the end."""
-        stream = sys.stderr
-        on_terminal = stream.isatty()
-        begin, end = ("\r\x1b[K", "") if on_terminal else ("", "\n")
-        waiting = PATIENCE
-        while not self._over.wait(waiting):
-            print(f"{begin}{self._timed()}", end=end, file=stream, flush=True)
-            waiting = INTERVALS[on_terminal]
-        if on_terminal and waiting != PATIENCE:
-            print(begin, end="", file=stream, flush=True)
 
 
 def _is_enabled() -> bool:

@@ -27,7 +27,7 @@ from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
 from runtime.fitting import CompiledTrial, fit
 from runtime.inspection import report_of
-from runtime.machine import Machine, PlanningMachine, TargetMachine
+from runtime.machine import IdleMachine, Machine, PlanningMachine, TargetMachine
 from runtime.memory_budget import Compiled, plan_within, planned_program
 from runtime.session import Session
 from runtime.targets.devices import ask_for_cpu_devices
@@ -54,6 +54,10 @@ class CommandArgs:
     target: Target | None = None
     function: str = ""
     alone: Sequence[str] | None = None
+
+    def idle_machine(self) -> Machine:
+        """Machine that compiles for the target, or else for the devices that the program names, and runs nothing."""
+        return IdleMachine() if self.target is None else TargetMachine(self.target)
 
     def write(self, record: OnPage, memory: Memory, name: str) -> None:
         """Write the requested picture and page."""
@@ -227,16 +231,14 @@ def _costs(description: str, target: Target | None) -> list[Cost]:
 
 
 def tune(asked: CommandArgs) -> int:
-    """Compile a program for each combination of its choices; print combinations that fit a target, and the fastest.
+    """Compile a program for each combination of its choices; print combinations that fit a machine, and the fastest.
 
     Returns:
         The exit code: 1, if nothing fits, or there is nothing to choose; 130 after Ctrl-C, as of other commands.
     """
-    target = asked.target
-    assert target is not None  # the command line has it
 
     def compiled() -> CompiledTrial:
-        machine = TrialMachine(TargetMachine(target))
+        machine = TrialMachine(asked.idle_machine())
         with watched(machine), redirect_stdout(StringIO()):
             _, code = run_file(asked.file, asked.arguments)
         if code and not machine.problem:
@@ -246,7 +248,7 @@ def tune(asked: CommandArgs) -> int:
     try:
         found = fit(compiled, lambda line: print(line, file=sys.stderr, flush=True))
     except PopxlError as problem:
-        return fail(f"fit: {problem}", 1)
+        return fail(f"tune: {problem}", 1)
     print(found)
     if asked.pages is not None:
         found.save(asked.pages / "fit.html")
@@ -259,11 +261,9 @@ def plan(asked: CommandArgs, budget: int, save: Path | None) -> int:
     Returns:
         The exit code: 1, if no plan is within the budget, or there is nothing to plan.
     """
-    target = asked.target
-    assert target is not None  # the command line has it
 
     def compiled(memory: Any) -> Compiled:
-        machine = WatchingMachine(TargetMachine(target))
+        machine = WatchingMachine(asked.idle_machine())
         with asking(memory) as open_memory, watched(machine), redirect_stdout(StringIO()):
             _, code = run_file(asked.file, asked.arguments)
         if code or not machine.programs:

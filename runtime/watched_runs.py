@@ -18,6 +18,7 @@ from popxl.context import get_current_context
 from popxl.core.recording import Op
 from popxl.errors import PopxlError
 from popxl.ir import Ir
+from runtime.costs.executables import chip_at
 from runtime.costs.memory import least_memory_of
 from runtime.jax_analysis import Analysis, analyze
 from runtime.machine import Machine, NothingRuns
@@ -94,10 +95,15 @@ class TrialMachine(WatchingMachine):
     problem = ""
 
     def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
-        target = device.target
-        assert target is not None  # `fit` has one
+        layout = layout_for(ir, device)
+        figures = chip_at(device, layout)
         try:
-            least, capacity = least_memory_of(layout_for(ir, device)), target.chip.memory_bytes
+            if figures is None:
+                raise PopxlError(
+                    f"The memory and speed of {device} are not known. Name a machine by `--target`, or measure this "
+                    "one by `popxl calibrate`, and set POPXL_CHIP to the file."
+                )
+            least, capacity = least_memory_of(layout), figures.memory_bytes
             if least > capacity:
                 raise PopxlError(
                     f"The program does not fit, and was not compiled: its variables and feeds alone need "

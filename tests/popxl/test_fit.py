@@ -18,6 +18,7 @@ from runtime.costs.memory import least_memory_of, memory_of_program
 from runtime.fitting import CompiledTrial, Fit, Tried, fit
 from runtime.program.compiled import compile_program
 from runtime.program.laying_out import layout_for
+from runtime.targets.chip import Cpu
 from runtime.targets.devices import model_device
 
 PROGRAM = """
@@ -182,11 +183,22 @@ def test_the_memory_that_a_program_needs_before_it_computes() -> None:
     assert memory.variables + memory.buffers + memory.arguments == bytes_of_both
 
 
-def test_a_target_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "program.py").write_text("")
+def test_without_a_target_the_device_of_the_program_needs_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(PROGRAM))
+    monkeypatch.delenv("POPXL_CHIP", raising=False)
     for name in ("tune", "fit"):  # the name of earlier versions
-        assert main([name, str(tmp_path / "program.py")]) == 2
-        assert "popxl: tune: `--target` is missing; expected 'tpu v5e:4x4'" in capsys.readouterr().err
+        assert main([name, str(file)]) == 1
+        assert "are not known. Name a machine by `--target`, or measure this one" in capsys.readouterr().err
+    rates = dict(memory_bandwidth=1e12, network_bandwidth=1e12, host_bandwidth=1e12)
+    cpu = Cpu(name="cpu", sources=("a test",), flops={"float32": 1e9}, memory_bytes=1 << 30, **rates)
+    (tmp_path / "cpu.json").write_text(cpu.model_dump_json())
+    monkeypatch.setenv("POPXL_CHIP", str(tmp_path / "cpu.json"))
+    assert main(["tune", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "Fitting into cpu" in out and "The fastest that fits: POPXL_CHOICES=" in out
 
 
 @pytest.mark.targets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from popxl.__main__ import main
 from popxl.extend.memory import GraphNeeds, Group, OpNeeds, ReplicaExchange, asking, bytes_of
 from popxl_addons import optimizers
 from popxl_addons.transforms.memory_plan import Treatment
+from runtime import progress
 from runtime.memory_solver import Release, keep_all, solve
 from runtime.targets.chip import Gpu, shipped
 
@@ -282,7 +284,7 @@ def test_plans_cost_as_little_as_the_best_of_all(
 
 def compare_with_all(g: GraphNeeds, treatments: tuple[Treatment, ...]) -> None:
     """Compare with all plans of a graph; with two groups of calls, too, where it may be divided."""
-    chip, offload = shipped(Gpu, "h100"), "offload" in treatments
+    chip, offload = shipped(Gpu, "h100"), ["g"] if "offload" in treatments else []
     costs = [(seconds(g, plan, chip), bytes_at_most(g, plan)) for plan in plans(g, treatments, bool(g.ends))]
     least, whole = min(size for _, size in costs), costs[0][1]
     assert solve([g], least - 1000, chip, offload) is None
@@ -305,7 +307,7 @@ def test_plans_of_fourteen_activations_cost_as_little_as_the_best_of_all(seed: i
 
 def test_the_least_is_without_regard_to_time() -> None:
     g, chip = drawn(1), shipped(Gpu, "h100")
-    least = solve([g], None, chip, may_offload=False)
+    least = solve([g], None, chip, offloadable=())
     assert least is not None
     assert least.bytes <= 1.1 * min(bytes_at_most(g, plan) for plan in plans(g, ("keep", "recompute"), False))
 
@@ -332,7 +334,7 @@ def test_a_model_without_layers_recomputes_in_sections(limit: int) -> None:
     of = [OpNeeds((before,) if before else (), (path,), 10**9, 0, "float32") for before, path in pairwise(["", *paths])]
     read = {path: (count - 1 - i, count - 1 - i) for i, path in enumerate(paths)}
     g = GraphNeeds("g", 1, dict.fromkeys(paths, size), read, tuple(of), (0,) * count, as_read=True)
-    found = solve([g], limit * size, None, may_offload=False)
+    found = solve([g], limit * size, None, offloadable=())
     assert found is not None
     kept = [i for i, path in enumerate(paths) if found.treatments["g"][0].treatments[path] == "keep"]
     assert chain_peak(count, kept) * size == found.bytes <= limit * size
@@ -345,7 +347,7 @@ def test_groups_of_calls_use_the_limit(release: Release) -> None:
     """Of one large activation, as many calls keep it as there is room for: the last ones."""
     op = OpNeeds((), ("a",), 10**9, 10**6, "float32")
     g = GraphNeeds("g", 10, {"a": 10**7}, {"a": (0, 0)}, (op,), ends=tuple(range(1, 10)))
-    found = solve([g], 65e6, None, False, release)
+    found = solve([g], 65e6, None, (), release)
     assert found is not None and found.bytes <= 65e6
     first, last = found.treatments["g"]
     assert (first.treatments["a"], last.treatments["a"]) == ("recompute", "keep") and last.calls in (5, 6)
@@ -355,7 +357,7 @@ def test_graphs_that_are_called_later_are_differentiated_before() -> None:
     """Of four graphs that are called once each, in order, one recomputes what a quarter of the memory needs."""
     op = OpNeeds((), ("a",), 10**9, 10**6, "float32")
     graphs = [GraphNeeds(f"g{i}", 1, {"a": 10**7}, {"a": (0, 0)}, (op,), span=(i, i)) for i in range(4)]
-    found = solve(graphs, 31e6, None, False)
+    found = solve(graphs, 31e6, None, ())
     assert found is not None and found.bytes == 3 * 10**7
     chosen = [found.treatments[g.name][0].treatments["a"] for g in graphs]
     assert chosen.count("keep") == 3 and chosen[-1] == "keep"
@@ -392,7 +394,7 @@ def test_micro_batches_that_are_held_count() -> None:
     op = OpNeeds((), ("a",), 10**9, 10**6, "float32")
     g = GraphNeeds("g", 2, {"a": 10**7}, {"a": (0, 0)}, (op,), held=3)
     assert keep_all([g], "read").bytes == 6 * 10**7
-    found = solve([g], 25e6, None, False)
+    found = solve([g], 25e6, None, ())
     assert found is not None and found.bytes <= 25e6
     assert found.treatments["g"][0].treatments == {"a": "recompute"}
 
@@ -450,7 +452,21 @@ def test_the_command_plans_the_step_that_leaves_memory_open(tmp_path: Path, caps
     assert "no plan was found within 1 kB of a device; the least" in capsys.readouterr().err
 
 
-def test_what_the_command_refuses(tmp_path: Path, capsys: Any) -> None:
+def test_the_command_plans_for_the_device_of_the_program(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a target. What takes a while is shown on request."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(PROGRAM).replace("(64, 64, 32)", "(4, 64, 32)"))
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setenv("POPXL_PROGRESS", "on")
+    assert main(["plan", str(tmp_path / "train.py"), "--budget", "4 GB"]) == 0
+    out, err = capsys.readouterr()
+    assert "The budget is 4 GB of a device. The program was compiled once." in out and "is not shown" not in out
+    assert "Memory plan within 4 GB: program 1 of at most 3, 0 s\n" in err
+    assert re.search(r"^1: [0-9.]+ MB as compiled, of 4 GB, with", err, re.MULTILINE)
+
+
+def test_a_program_without_a_session_is_not_planned(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "train.py").write_text("")
-    assert main(["plan", "--budget", "4 GB", str(tmp_path / "train.py")]) == 2
-    assert "plan: `--target` is missing" in capsys.readouterr().err
+    assert main(["plan", "--budget", "4 GB", str(tmp_path / "train.py")]) == 1
+    assert "train.py makes no session, so there is nothing to compile" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 Compiled programs have fixed shapes, and graphs have different numbers of nodes and edges. These loaders fill each batch
 with a padding graph, up to sizes that are chosen once, and mask the padding.
 
-It needs PyTorch Geometric: `pip install 'popxl-jax[geometric]'`.
+It needs PyTorch Geometric: `pip install '.[geometric]'` in a checkout of popxl.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from importlib.util import find_spec
 
 if find_spec("torch_geometric") is None:
     raise ImportError(
-        "poptorch_geometric needs PyTorch Geometric, which is not installed: `pip install 'popxl-jax[geometric]'`.",
+        "poptorch_geometric needs PyTorch Geometric, which is not installed: `pip install '.[geometric]'` in a "
+        "checkout of popxl.",
         name="torch_geometric",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -25,11 +26,12 @@ examples:
   popxl check train.py --run                also run it beside the same program on one replica, and compare results
   popxl report train.py --layers 12         run the program; options after the file are its own
   popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
+  popxl report --costs costs train.py       the same, with the costs in the folder costs, for `popxl diff`
   popxl show train.py --target "tpu v5e"    compile it for a TPU elsewhere, and print the memory that it needs there
   popxl report train.py --target "gpu h100:8"   the same for eight GPUs, with the reports
   popxl report train_jax.py:step --target "gpu h100:8"   the first call of a JAX function of the program
   popxl tune train.py --target "tpu v5e:4x4"    try the choices of the program; print those that fit, and the fastest
-  popxl diff costs.json train.py --target "tpu v5e"   compare costs with those of a file
+  popxl diff costs/session_0.json train.py    compare costs with those of a file
   popxl plan train.py --target "gpu h100" --budget 40GB   plan saved activations within 40 GB
   popxl calibrate --save cpu.json           measure this device, for times with POPXL_CHIP=cpu.json
   popxl --version                           versions and devices, for a bug report
@@ -67,8 +69,8 @@ and prints memory, communication and cost of that function, for arguments of the
 
 _DIFF = """\
 Compare memory, bytes, operations, kernels and collectives of two programs, both compiled for one machine. Differences
-are listed in all, by argument, graph and source line. Programs are files of Python, of `Ir.save`, or costs written by
-`session.cost().save_budget("costs.json")`.
+are listed in all, by argument, graph and source line. Programs are files of Python, of `Ir.save`, or costs, written by
+`popxl report --costs FOLDER` or `session.cost().save_budget("costs.json")`.
 """
 
 _CALIBRATE = """\
@@ -89,20 +91,32 @@ _RENAMED = {"fit": "tune"}
 @exit_on_broken_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line with `arguments`, by default `sys.argv`. Returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        return fail("interrupted.", 130)
+
+
+def _run(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in _REMOVED:
         return fail(f"`{arguments[0]}` was removed: {_REMOVED[arguments[0]]}.", 2)
     arguments = [*(_RENAMED.get(each, each) for each in arguments[:1]), *arguments[1:]]
     arguments, alone = _run_of(_options_of_plan(arguments))
     options = _parser().parse_args(arguments)
+    saved: Path | None = getattr(options, "save", None)
+    if saved is not None and (saved.is_dir() or not os.access(saved.parent, os.W_OK)):
+        return fail(f"--save {saved}: expected a file in a folder that exists and can be written.", 2)
     if options.command == "calibrate":
+        print("Measuring, for less than a minute.", file=sys.stderr, flush=True)
         print(calibrate(options.save))
         return 0
     if options.command == "diff":
         return diff(options.old, options.new, options.target)
     if options.target is None and options.command != "check":
         options.target, options.args = _target_of(options.args)
-    name, function = function_of(options.file) if options.command == "report" else (options.file, "")
+    name, function = function_of(options.file)
+    if function and options.command != "report":
+        return fail(f"{options.command}: {options.file!r} names a function, which only `report` and `diff` take.", 2)
     file = Path(name)
     if not file.is_file():
         why = "is a folder" if file.is_dir() else "does not exist"
@@ -115,21 +129,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             target.devices  # noqa: B018  # that there is no compiler is said now
     except (ValueError, PopxlError) as problem:
         return fail(f"--target: {problem}", 2)
-    for name in ("pictures", "pages"):
+    for name in ("pictures", "pages", "costs"):
         folder = getattr(options, name)
         try:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            return fail(f"--{name} {folder}: {problem}", 2)
+            return fail(f"--{name} {folder}: {problem.strerror}.", 2)
     if options.command == "plan":
         try:
             budget = bytes_of(options.budget, "--budget")
         except ValueError as problem:
             return fail(f"plan: {problem}", 2)
-        return plan(CommandArgs(file, options.args, pages=options.pages, target=target), budget, options.save)
+        return plan(CommandArgs(file, options.args, pages=options.pages, target=target), budget, saved)
     run = {"show": show, "check": check_program, "report": report, "tune": tune}[options.command]
-    return run(CommandArgs(file, options.args, options.pictures, options.pages, target, function, alone))
+    return run(CommandArgs(file, options.args, options.pictures, options.pages, options.costs, target, function, alone))
 
 
 def _options_of_plan(arguments: Sequence[str]) -> Sequence[str]:
@@ -162,14 +176,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=ShowVersions)
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{show,check,report,tune,plan,diff}|calibrate"
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("show", _SHOW), ("check", _CHECK), ("report", _REPORT), ("tune", _TUNE), ("plan", _PLAN)):
         runs = name not in ("tune", "plan")  # which runs nothing in any case, and has no schedule to draw
         # Without abbreviations: one that fits several of these options may be an option of the program.
         command = commands.add_parser(name, help=_summary(text), description=text, allow_abbrev=False)
-        command.set_defaults(pictures=None)
+        command.set_defaults(pictures=None, costs=None)
         if name == "check":  # which compiles nothing, and draws nothing
             command.set_defaults(target=None, pages=None)
             _takes_program(command)
@@ -179,6 +191,8 @@ def _parser() -> argparse.ArgumentParser:
                 "--pictures", type=Path, metavar="FOLDER", help="folder for pictures of the memory, as SVG"
             )
         command.add_argument("--pages", type=Path, metavar="FOLDER", help="folder for the reports, as HTML pages")
+        if name == "report":
+            command.add_argument("--costs", type=Path, metavar="FOLDER", help="folder for the costs, as JSON")
         target = "compile for a machine elsewhere, and run nothing"
         if not runs:
             target = "the machine, which can be elsewhere; by default the device that the program names"
@@ -217,8 +231,8 @@ def _takes_program(command: argparse.ArgumentParser) -> None:
 
 def _target_of(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Split a leading `--target` option off a program's arguments: target, remaining arguments."""
-    if arguments[:1] == ["--target"] and len(arguments) > 1:
-        return arguments[1], arguments[2:]
+    if arguments[:1] == ["--target"]:
+        return "".join(arguments[1:2]), arguments[2:]
     if arguments and arguments[0].startswith("--target="):
         return arguments[0].partition("=")[2], arguments[1:]
     return None, arguments

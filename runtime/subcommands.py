@@ -41,7 +41,7 @@ class CommandArgs:
 
     Attributes:
         file, arguments: the program.
-        pictures, pages: folders for pictures of the memory, and for pages.
+        pictures, pages, costs: folders for pictures of the memory, for pages, and for costs as JSON.
         target: machine to compile for, by default this one.
         function: the JAX function of the program to report on; "" for its sessions.
         alone: arguments of the program for one replica, to compare with; `None` for no comparison.
@@ -51,6 +51,7 @@ class CommandArgs:
     arguments: Sequence[str]
     pictures: Path | None = None
     pages: Path | None = None
+    costs: Path | None = None
     target: Target | None = None
     function: str = ""
     alone: Sequence[str] | None = None
@@ -59,12 +60,14 @@ class CommandArgs:
         """Machine that compiles for the target, or else for the devices that the program names, and runs nothing."""
         return IdleMachine() if self.target is None else TargetMachine(self.target)
 
-    def write(self, record: OnPage, memory: Memory, name: str) -> None:
-        """Write the requested picture and page."""
+    def write(self, record: OnPage, memory: Memory, name: str, cost: Cost | None = None) -> None:
+        """Write the requested picture, page and costs."""
         if self.pictures is not None:
             memory.picture().save(self.pictures / f"{name}.svg")
         if self.pages is not None:
             record.save(self.pages / f"{name}.html")
+        if self.costs is not None and cost is not None:
+            cost.save_budget(self.costs / f"{name}.json")
 
 
 def show(asked: CommandArgs) -> int:
@@ -143,13 +146,12 @@ def report(asked: CommandArgs) -> int:
     for number, (ir, program) in enumerate(machine.programs):
         found = report_of(ir, program, machine.runners.get(program))
         print(f"\n=== session {number} ===\n\n{found}")
-        asked.write(found, found.memory, f"session_{number}")
+        asked.write(found, found.memory, f"session_{number}", cost_of(program) if asked.costs is not None else None)
     if stopped:
         print(f"\nStopped at {stopped}: nothing is run.")
     if not machine.programs and not code:
-        return fail(
-            f"{asked.file} makes no session: there is nothing to report. `popxl show` prints what it builds.", 1
-        )
+        hint = f"`popxl show` prints what it builds, and `popxl report {asked.file}:NAME` reports on a JAX function."
+        return fail(f"{asked.file} makes no session: there is nothing to report. {hint}", 1)
     return code
 
 
@@ -168,7 +170,7 @@ def _report_function(asked: CommandArgs) -> int:
         said = f"{asked.file} does not call a function {asked.function!r} of its own: there is nothing to report."
         return code or fail(said, 1)
     print(f"\n=== {asked.function} ===\n\n{program.found}\n\nStopped at {stopped}: it is not run.")
-    asked.write(program.found, program.found.memory, asked.function)
+    asked.write(program.found, program.found.memory, asked.function, program.found.cost)
     return code
 
 
@@ -251,7 +253,7 @@ def tune(asked: CommandArgs) -> int:
         return fail(f"tune: {problem}", 1)
     print(found)
     if asked.pages is not None:
-        found.save(asked.pages / "fit.html")
+        found.save(asked.pages / "tune.html")
     return 130 if not found.is_complete else 0 if found.best is not None else 1
 
 

@@ -124,7 +124,7 @@ _GPU_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 def _missing(what: str, extra: str) -> PopxlError:
     return PopxlError(
         f"Session: to compile for {what}, install its compiler with the extra `{extra}`: "
-        f"`pip install 'popxl-jax[{extra}]'`. It needs no such hardware."
+        f"`pip install '.[{extra}]'` in a checkout of popxl. It needs no such hardware."
     )
 
 

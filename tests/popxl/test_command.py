@@ -216,13 +216,37 @@ def test_pictures_that_cannot_be_written(command: Any, tmp_path: Path) -> None:
     assert err.startswith(f"popxl: --pictures {tmp_path / 'program.py'}: ")
 
 
+def test_costs_are_files_for_diff(command: Any, tmp_path: Path) -> None:
+    assert command(PROGRAM, "report", "--costs", str(tmp_path / "costs"), "FILE")[0] == 0
+    code, out, err = command(PROGRAM, "diff", str(tmp_path / "costs" / "session_0.json"), "FILE")
+    assert (code, err) == (0, "") and out.endswith("Nothing changed.\n")
+
+
+def test_a_file_that_cannot_be_saved_is_said_first(command: Any, tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none" / "plan.json"):
+        for arguments in (["calibrate"], ["plan", "--budget", "1GB", "FILE"]):
+            code, out, err = command("", arguments[0], "--save", str(path), *arguments[1:])
+            assert (code, out) == (2, "") and err.startswith(f"popxl: --save {path}: expected a file in a folder")
+
+
+@pytest.mark.parametrize("name", ["show", "check", "tune"])
+def test_a_function_is_for_report_alone(command: Any, name: str, tmp_path: Path) -> None:
+    code, _, err = command("", name, f"{tmp_path / 'program.py'}:step")
+    assert code == 2 and err.endswith(":step' names a function, which only `report` and `diff` take.\n")
+
+
+@pytest.mark.parametrize("name", ["show", "check", "report"])
+def test_an_interrupted_program(command: Any, name: str) -> None:
+    assert command("raise KeyboardInterrupt", name, "FILE") == (130, "", "popxl: interrupted.\n")
+
+
 def test_a_program_without_an_ir(command: Any) -> None:
     code, _, err = command("print('hello')", "show", "FILE")
     assert code == 1
     assert err.endswith("program.py builds no Ir: there is nothing to show.\n")
     code, out, err = command("print('hello')", "report", "FILE")
     assert (code, out) == (1, "hello\n")
-    assert "makes no session: there is nothing to report. `popxl show` prints what it builds." in err
+    assert "makes no session: there is nothing to report. `popxl show` prints what it builds, and `popxl report " in err
 
 
 FAILING = """
@@ -276,7 +300,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert "popxl show" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "{show,check,report,tune,plan,diff}" in capsys.readouterr().err
+    assert "{show,check,report,tune,plan,diff,calibrate}" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["show"])
     assert capsys.readouterr().err.endswith("popxl show: error: the following arguments are required: FILE.py\n")

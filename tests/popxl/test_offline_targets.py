@@ -116,7 +116,7 @@ def test_a_compiler_that_is_not_installed_is_asked_for(
     monkeypatch.setattr(compilers, "find_spec", lambda name: None)
     ir, *_ = network()
     with pytest.raises(
-        popxl.errors.PopxlError, match=rf"with the extra `{extra}`: `pip install 'popxl-jax\[{extra}\]'`"
+        popxl.errors.PopxlError, match=rf"with the extra `{extra}`: `pip install '\.\[{extra}\]'` in a checkout"
     ):
         popxl.Session(ir, description)
 

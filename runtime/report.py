@@ -18,26 +18,7 @@ from popxl.base.pages import Facts, Listing, OnPage, Page, Table, bytes_text, co
 from popxl.base.records import Record
 from runtime.costs.cost import Cost
 from runtime.timeline import Timeline
-
-
-class VariableReport(Record):
-    """A variable.
-
-    Attributes:
-        name: name of the variable.
-        spec: dtype and shape, on one replica.
-        bytes: on one device.
-        place: location: "device", or the slot of a remote buffer; "unused" if the program does not use it.
-        changes: whether the program changes it.
-        ipu: number of its IPU, if IPUs are separate devices.
-    """
-
-    name: str
-    spec: str
-    bytes: int
-    place: str
-    changes: bool
-    ipu: int | None = None
+from runtime.variable_report import VariableReport, variables_page
 
 
 class BufferReport(Record):
@@ -345,7 +326,7 @@ class Report(OnPage, Record):
                 *self._compiled(),
                 self._sizes(),
                 *self._flops(),
-                *self._of_variables(),
+                *variables_page(self.variables),
                 *_section(
                     "Streams", ["stream", "direction", "a transfer", "a run", "bytes"], map(_stream, self.streams)
                 ),
@@ -415,16 +396,6 @@ class Report(OnPage, Record):
         told = [self.precision] if self.precision is not None else []
         return [Page("Floating point operations", [*told, *table])] if table else []
 
-    def _of_variables(self) -> list[Page]:
-        rows = sorted(self.variables, key=lambda v: -v.bytes)
-        held = [v for v in self.variables if v.place == "device"]
-        changing = sum(v.bytes for v in held if v.changes)
-        total = ["in all, on the device", "", bytes_text(sum(v.bytes for v in held)), f"{bytes_text(changing)} change"]
-        shown = [[v.name, v.spec, bytes_text(v.bytes), _location(v) + ", changes" * v.changes] for v in rows]
-        if rows:
-            shown.insert(0, total)
-        return _section("Variables", ["variable", "shape", "bytes", "place"], shown)
-
     def _of_buffers(self) -> list[Page]:
         rows = [
             [
@@ -480,10 +451,6 @@ def _device_names(devices: Sequence[str]) -> str:
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
-
-
-def _location(variable: VariableReport) -> str:
-    return variable.place if variable.ipu is None else f"IPU {variable.ipu}"
 
 
 def _stream(stream: StreamReport) -> list[str]:

@@ -6,7 +6,6 @@ compiled program.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 
 from popxl.analysis.memory import runs_of
 from popxl.base.arrays import Array
-from popxl.base.pages import OnPage, Page, Table, bytes_text
+from popxl.base.pages import OnPage, Page, Table, bytes_text, starred
 from popxl.base.records import Record
 from popxl.core.aliasing import callees_first
 from popxl.core.tracing import trace
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from popxl.graph import Graph
     from popxl.ir import Ir
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A part of a path that counts layers: those that differ in it alone share a line."""
 COPY = "copy between IPUs"
 """The kind of what IPUs copy from each other."""
 
@@ -136,10 +133,10 @@ class Communication(OnPage, Record):
         told = f"{self.replicas} replicas. Bytes are those of one: what goes in, or comes out, whichever is more."
         alike: dict[tuple[Any, ...], list[Collective | IpuCopy]] = defaultdict(list)
         for e in self.collectives:
-            alike[e.kind, _NUMBER.sub("*", e.tensor), e.bytes, e.groups, e.line, e.graph].append(e)
+            alike[e.kind, starred(e.tensor), e.bytes, e.groups, e.line, e.graph].append(e)
         for copy in self.copies:
             ipus = f"IPU {'?' if copy.source is None else copy.source} to {copy.destination}"
-            alike[COPY, _NUMBER.sub("*", copy.tensor), copy.bytes, ipus, copy.line, copy.graph].append(copy)
+            alike[COPY, starred(copy.tensor), copy.bytes, ipus, copy.line, copy.graph].append(copy)
         rows = [
             [kind, each[0].tensor if len(each) == 1 else name, bytes_text(size), groups,
              str(sum(e.turns for e in each)), line, graph or "main graph"]

@@ -7,6 +7,7 @@ other files, and runs no scripts.
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -234,6 +235,16 @@ class OnPage(ABC):
             >>> ir.memory().save("memory.html")
         """
         replace_file(Path(path), self.page().document().encode())
+
+
+def starred(path: str) -> str:
+    """A path with stars for its numbers, which count layers: those that differ in them alone share a line of a table.
+
+    Example:
+        >>> starred("model.layers.3.mlp.up.weight")
+        'model.layers.*.mlp.up.weight'
+    """
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def bytes_text(count: float) -> str:

@@ -33,8 +33,9 @@ __all__ = [
 ]
 
 
-def _gathered(t: Any, *, shape: tuple[int, ...], dtype: popxl.dtype, group: Group) -> Any:
-    return all_gather_kind.lowering(t.astype(dtype.as_numpy()), shape=shape, group=group)
+def _gathered(t: Any, *sent: Any, shape: tuple[int, ...], group: Group) -> Any:
+    """Gather shards; or what is sent of them, such as casts."""
+    return all_gather_kind.lowering(*(sent or (t,)), shape=shape, group=group)
 
 
 def _mean_of_shard(g: popxl.Tensor, *, op: str, stride: int, group_size: int) -> popxl.TensorSpec:
@@ -52,7 +53,7 @@ _reduce_scatter = OpKind(
 )
 
 
-def _own_shard_of_mean(g: popxl.Tensor, dtype: popxl.dtype, stride: int, group_size: int) -> popxl.Tensor:
+def _own_shard_of_mean(g: popxl.Tensor, stride: int, group_size: int) -> popxl.Tensor:
     own: popxl.Tensor = _reduce_scatter(g, op="mean", stride=stride, group_size=group_size)
     return own
 
@@ -60,7 +61,7 @@ def _own_shard_of_mean(g: popxl.Tensor, dtype: popxl.dtype, stride: int, group_s
 _gather = OpKind(
     "WeightAllGather",
     _gathered,
-    shape=lambda t, *, shape, dtype, stride, group_size: popxl.TensorSpec(shape, dtype),
+    shape=lambda t, *sent, shape, stride, group_size: popxl.TensorSpec(shape, (t, *sent)[-1].dtype),
     gradient={"t": _own_shard_of_mean},
     result="{t}_all_gathered",
     traits=[BetweenReplicas("same")],
@@ -73,7 +74,8 @@ def gather_weight(shard: popxl.Tensor, dtype: popxl.dtype, group: ReplicaGroupin
     The mean of halves is computed, and passed on, in float32.
 
     Args:
-        shard: a replica's shard, with the shape of the weight as `meta_shape`. It is cast before it is sent.
+        shard: a replica's shard, with the shape of the weight as `meta_shape`. It is cast before it is sent: an op, so
+            that the gradient may take the cast from the forward pass.
         dtype: what the weight is read in.
         group: the replicas that hold the shards.
 
@@ -91,7 +93,9 @@ def gather_weight(shard: popxl.Tensor, dtype: popxl.dtype, group: ReplicaGroupin
         >>> shard.shape, whole.shape, whole.dtype
         ((3,), (2, 3), popxl.dtypes.bfloat16)
     """
-    whole: popxl.Tensor = _gather(shard, shape=tuple(shard.meta_shape), dtype=dtype, **members("gather_weight", group))
+    among = members("gather_weight", group)
+    sent = () if shard.dtype is dtype else (popxl.ops.cast(shard, dtype),)
+    whole: popxl.Tensor = _gather(shard, *sent, shape=tuple(shard.meta_shape), **among)
     return whole
 
 

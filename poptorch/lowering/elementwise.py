@@ -36,10 +36,11 @@ def floating(t: popxl.Tensor) -> popxl.Tensor:
 
 
 def unary(names: str, op: Callable[[popxl.Tensor], popxl.Tensor], of_floats: bool = True) -> None:
-    """Declare a unary op as a lowering."""
+    """Declare a unary op as a lowering, whatever PyTorch calls its operand: `input`, or `x`."""
 
-    def lowering(input: popxl.Tensor) -> popxl.Tensor:
-        return op(floating(input) if of_floats else input)
+    def lowering(**operand: popxl.Tensor) -> popxl.Tensor:
+        (t,) = operand.values()
+        return op(floating(t) if of_floats else t)
 
     lowers(*(f"aten.{name}" for name in names.split()))(lowering)
 

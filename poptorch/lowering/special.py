@@ -13,10 +13,9 @@ import jax.scipy.special as special
 import popxl
 from poptorch.lowering.elementwise import Function, binary, binary_op, floating, unary, unary_op
 from poptorch.lowering.logic import limited
-from poptorch.lowering.registry import jax_op, lowers
+from poptorch.lowering.registry import lowers
 from popxl import OpKind, ops
-from popxl.extend.kernels import round_once
-from popxl.extend.ops import broadcast, like_first
+from popxl.extend.ops import broadcast
 
 _OF_FLOATS: dict[str, Function] = {
     "erf": special.erf,
@@ -50,9 +49,7 @@ _density = unary_op("density", lambda t: jnp.exp(-t * t / 2) / math.sqrt(2 * mat
 unary("special_ndtri", unary_op("ndtri", special.ndtri, gradient={"input": lambda g, out: g / _density(out)}))
 unary("special_modified_bessel_i0", unary_op("modified_bessel_i0", special.i0))
 unary("special_modified_bessel_i1", unary_op("modified_bessel_i1", special.i1))
-jax_op("aten.special_spherical_bessel_j0", title="SphericalBesselJ0", shape=like_first)(
-    round_once(lambda x: jnp.sinc(x / math.pi))
-)
+unary("special_spherical_bessel_j0", unary_op("spherical_bessel_j0", lambda t: jnp.sinc(t / math.pi)))
 
 _i1_slope = unary_op("i1_slope", lambda t: jnp.where(t == 0, 0.5, special.i0(t) - special.i1(t) / t))
 _i1 = unary_op("i1", special.i1, gradient={"input": lambda g, input: g * _i1_slope(input)})

@@ -45,29 +45,29 @@ def run_lints(main: Graph) -> None:
     If the program means it, `popxl.errors.PopxlWarning` says how to switch the warning off.
     """
     program = _Program(main)
-    told: _Reported = defaultdict(dict)
+    reported: _Reported = defaultdict(dict)
     for run in program.runs.values():
         for op, t in run.lost:
-            told[_LOST, op.source][f"`{t.path}` in {run.graph.title}"] = None
+            reported[_LOST, op.source][f"`{t.path}` in {run.graph.title}"] = None
         for op, t in run.not_stored:
-            told[_NOT_STORED, op.source][f"`{t.path}`"] = None
+            reported[_NOT_STORED, op.source][f"`{t.path}`"] = None
         for op, t in run.unused_updates:
-            told[_NOT_KEPT, op.source][f"`{t.path}`"] = None
-        for op in _named_anew(run.graph):
-            told[_NAMED_ANEW, op.source][f"`{op.inputs[0].path}`"] = None
+            reported[_NOT_KEPT, op.source][f"`{t.path}`"] = None
+        for op in _rebound_names(run.graph):
+            reported[_REBOUND_NAME, op.source][f"`{op.inputs[0].path}`"] = None
     for op in program.repeated():
-        told[_REPEATED, op.source][op.graph.title] = None
+        reported[_REPEATED, op.source][op.graph.title] = None
     if main.ir.replication_factor > 1:
         report = infer(main.ir)
         for v, op, along in program.drifting(report, report.diverged):
-            told[_drifting(along), op.source][f"`{v.name}`"] = None
+            reported[_drifting(along), op.source][f"`{v.name}`"] = None
         for each in report.findings:
             if each.certain:  # which names the contradiction
                 text = each.message.replace("{", "{{").replace("}", "}}").removesuffix(".")
-                told[Lint(ContradictedStatementWarning, f"{text} ({{line}})."), each.op.source][""] = None
-    for found_in, doubt in _misplaced(main):
-        told[doubt, SourceLocation.of(user_frame())][found_in] = None
-    _warn(told)
+                reported[Lint(ContradictedStatementWarning, f"{text} ({{line}})."), each.op.source][""] = None
+    for found_in, lint in _without_own_slot(main):
+        reported[lint, SourceLocation.of(user_frame())][found_in] = None
+    _warn(reported)
 
 
 def drifting(ir: Ir, report: Report) -> Iterator[tuple[bool, Variable, Op, tuple[str, ...], str]]:
@@ -83,17 +83,17 @@ def drifting(ir: Ir, report: Report) -> Iterator[tuple[bool, Variable, Op, tuple
 
 def warn_of_crossing_updates(main: Graph) -> None:
     """Warn about variables that are read on one IPU and updated on another, where IPUs are devices."""
-    told: _Reported = defaultdict(dict)
+    reported: _Reported = defaultdict(dict)
     for v, op in crossing_updates(main):
-        told[_CROSSING, op.source][f"`{v.name}`"] = None
-    _warn(told)
+        reported[_CROSSING, op.source][f"`{v.name}`"] = None
+    _warn(reported)
 
 
-def _warn(told: _Reported) -> None:
-    for (doubt, source), found in told.items():
+def _warn(reported: _Reported) -> None:
+    for (lint, source), found in reported.items():
         names = ", ".join([*found][:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         line = f"`{source.text}`, {source}" if source.text else str(source)
-        warn_at(source, doubt.text.format(names=names, line=line), doubt.category)
+        warn_at(source, lint.text.format(names=names, line=line), lint.category)
 
 
 class Lint(NamedTuple):
@@ -102,7 +102,7 @@ class Lint(NamedTuple):
 
 
 _Reported = dict[tuple[Lint, SourceLocation], dict[str, None]]
-"""By doubt and line, the names of what it is about."""
+"""Names of the tensors or graphs concerned, by lint and line."""
 
 
 _LOST = Lint(
@@ -136,7 +136,7 @@ _OTHER_SIZE = Lint(
     "Variables have another number of elements than the slots of their remote buffers: {names}. The first elements are "
     "copied, and the rest of a slot is undefined. Make the buffer of the shape of its variables.",
 )
-_NAMED_ANEW = Lint(
+_REBOUND_NAME = Lint(
     LostUpdateWarning,
     "{names} stays as it is, and nothing reads what was computed ({line}): of these operators only `+=` works in "
     "place. Others make a new tensor, for the name on the left alone. Write `x += -y` for `x -= y`; or say what to "
@@ -167,7 +167,7 @@ def _drifting(axes: tuple[str, ...]) -> Lint:
     )
 
 
-def _misplaced(main: Graph) -> Iterator[tuple[str, Lint]]:
+def _without_own_slot(main: Graph) -> Iterator[tuple[str, Lint]]:
     """Remote variables without a slot of their own."""
     slots: dict[tuple[RemoteBuffer, int], list[str]] = defaultdict(list)
     for v in main.variables:
@@ -187,7 +187,7 @@ _OPERATOR = re.compile(r"(?:\*\*|[-*/@%&|])=(?!=)")
 """`x -= y` and the like: an op does not know which of `x -= y` and `x - y` it was, so its line is asked."""
 
 
-def _named_anew(graph: Graph) -> Iterator[Op]:
+def _rebound_names(graph: Graph) -> Iterator[Op]:
     """Unread results of `x -= y` and similar ops, which create a new `x`."""
     if graph.gradient_of is not None:  # its ops are identified by lines of the forward graph
         return

@@ -53,7 +53,7 @@ class Binary(Protocol):
     def __call__(self, lhs: TensorLike, rhs: TensorLike) -> Tensor: ...
 
 
-class Reduction(Protocol):
+class ReduceFunction(Protocol):
     """An op that reduces axes."""
 
     kind: OpKind
@@ -199,7 +199,7 @@ def reduction(
     kind: str = "",
     rule: ShardingRule | None = None,
     traits: Iterable[Trait] = (),
-) -> Reduction:
+) -> ReduceFunction:
     """Declare a reduction of `t` over `axis`.
 
     `lowering(t, axes, keepdims)` gets the axes as a tuple, and halves as float32: the result is rounded once.

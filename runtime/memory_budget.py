@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from popxl.analysis.memory import Memory, steps_of
+from popxl.analysis.memory import Memory
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.core.recording import Op
 from popxl.errors import PopxlError
@@ -19,6 +19,7 @@ from runtime.costs.executables import chip_of
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
 from runtime.memory_needs import GraphNeeds
+from runtime.memory_refusal import refusal
 from runtime.memory_solver import Release, Solution, keep_all, most_bytes, solve
 from runtime.program.compiled import CompiledProgram
 from runtime.progress import stage
@@ -240,7 +241,8 @@ class _Search:
         """The best plan within the budget."""
         fitting = [each for each in self.tried if each[1].memory.device <= self._budget]
         if not fitting:
-            raise PopxlError(self._refusal())
+            _, lowest = min(self.tried, key=lambda each: each[1].memory.device)
+            raise PopxlError(refusal(lowest.ir, lowest.memory, lowest.applied.model, self._graphs, self._budget))
         _, best = min(fitting, key=lambda each: each[0].seconds)
         first = self.tried[0][1]
         return BudgetedPlan(
@@ -285,28 +287,3 @@ class _Search:
         first = 0.86 if release == "call" else 0.93  # noinline calls hold more than is counted
         share = first if len(peaks) == 1 else max(0.95 - 0.75 * max(above, 0.0), 0.7)
         return planned[-1] + (share * self._budget - peaks[-1]) / weight
-
-    def _refusal(self) -> str:
-        _, lowest = min(self.tried, key=lambda each: each[1].memory.device)
-        memory = lowest.memory
-        parts = ("variables", "buffers", "arguments", "outputs", "constants", "code", "temporaries")
-        held = sorted(((getattr(memory, part) or 0, part) for part in parts), reverse=True)
-        told = ", ".join(f"{part} {bytes_text(size)}" for size, part in held if size)
-        return (
-            f"memory: no plan was found within {bytes_text(self._budget)} of a device; the least that was compiled "
-            f"needs {bytes_text(memory.device)}: {told}. {_at_most(lowest.ir)} State a budget of that or more; smaller "
-            "micro-batches (`accumulate`) have smaller activations, and `sharded=True` divides variables and optimiser "
-            "state over replicas."
-        )
-
-
-def _at_most(ir: Ir) -> str:
-    """The largest values of the step that holds most, counted op by op."""
-    steps = steps_of(ir.main_graph, each_call=True)
-    if not steps.moments:
-        return ""
-    highest = max(range(len(steps.moments)), key=lambda i: steps.moments[i].held + steps.moments[i].inside)
-    there = [each for each in steps.tensors if each.first <= highest <= each.last]
-    there.sort(key=lambda each: each.bytes, reverse=True)
-    largest = ", ".join(f"{each.name} ({bytes_text(each.bytes)})" for each in there[:4])
-    return f"Op by op, {steps.moments[highest].name} has most in memory; the largest of it: {largest}."

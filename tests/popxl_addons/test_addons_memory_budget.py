@@ -135,9 +135,29 @@ def test_too_small_a_budget_says_the_least(most: int) -> None:
     with pytest.raises(
         popxl.errors.PopxlError,
         match=r"within 20 kB of a device; the least .* temporaries .*variables.*has most in memory; the largest of it: "
-        r"\w+: f32\[4, 64, 256\] \(262 kB\)",
+        r"\w+: f32\[4, 64, 256\] \(262 kB\).*Smaller micro-batches do not help: .* remain",
     ):
         addons.plan_memory(Counted(), "20 kB")
+
+
+@pytest.mark.thorough
+def test_too_small_a_budget_says_which_micro_batches_fit() -> None:
+    def program(memory: Any, rows: int = 16, parts: int = 1, rule: Any = optimizers.sgd) -> popxl.Ir:
+        ir = popxl.Ir()
+        ir.options.calledGraphs = "inlined"
+        with ir.main_graph:
+            x = popxl.h2d_stream((rows // parts, 64, 32), popxl.float32, "x")
+            step = addons.train_step(Deep(), x, optimizer=partial(rule, lr=0.1), accumulate=parts, memory=memory)
+            addons.host_store(step.loss)
+        return ir
+
+    with pytest.raises(popxl.errors.PopxlError, match="1/2 of the samples in a micro-batch need") as found:
+        addons.plan_memory(program, "4.5 MB")
+    (size,) = re.findall(r"1/2 of the samples in a micro-batch need ([0-9.]+ MB)", str(found.value))
+    needed = popxl.Session(program("nothing", parts=2), "cpu").memory().device
+    assert needed <= 4.5e6 and bytes_of(size, "size") == pytest.approx(needed, rel=0.2)
+    with pytest.raises(popxl.errors.PopxlError, match=r"Without optimiser state and accumulators \(262 kB\)"):
+        addons.plan_memory(partial(program, rows=2, rule=optimizers.adamw), "600 kB")
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ def _by_micro_batches(memory: Memory, model: Graph, graphs: Sequence[GraphNeeds]
         return f"Smaller micro-batches do not help: without any activations, about {bytes_text(fixed)} remain."
     return (
         f"By estimate, 1/{fitting} of the samples in a micro-batch need {bytes_text(needed(fitting))}: make "
-        f"`accumulate` (in PyTorch `options.Training.gradientAccumulation`) {fitting} times as large, and the batch as much smaller."
+        f"`accumulate` (in PyTorch `options.Training.gradientAccumulation`) {fitting} times as large, and the batch as "
+        "much smaller."
     )
 
 

@@ -66,7 +66,9 @@ class Target:
             )
         found = _DESCRIPTION.fullmatch(self.description.strip())
         if found is None:
-            raise ValueError(f"Target: {self.description!r} describes no machine; expected {FORMS}.")
+            raise ValueError(
+                f"Target: {self.description!r} describes no machine; expected {FORMS}; or no target, for the devices here."
+            )
         if self.figures is not None and found["kind"] == "tpu":
             raise ValueError(f"Target: {self.description!r} are TPUs, whose figures are known; `figures` are of a GPU.")
         self.chip, self.count  # noqa: B018  # what is wrong with them is said now

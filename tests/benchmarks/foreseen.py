@@ -104,8 +104,8 @@ PROGRAMS: dict[str, Callable[[], popxl.Ir]] = {
     "4 products of (512, 1024)": partial(products, 512, 1024, 4),
     "a product of (2048, 2048)": partial(products, 2048, 2048, 1),
     "64 products of (64, 64) in a batch": partial(one_op, lambda x: x @ x, 64, 64, 64),
-    "200 turns over 4 096 elements": partial(elements, 4096, 200),
-    "20 turns over 4 million elements": partial(elements, 1 << 22, 20),
+    "200 iterations over 4 096 elements": partial(elements, 4096, 200),
+    "20 iterations over 4 million elements": partial(elements, 1 << 22, 20),
     "tanh of 4 million elements": partial(one_op, ops.tanh, 1 << 22),
     "sum of 16 million elements": partial(one_op, ops.sum, 1 << 24),
     "softmax of (64, 128)": partial(one_op, lambda x: ops.softmax(x, -1), 64, 128),
@@ -147,6 +147,6 @@ def compared(seconds: float) -> Iterator[tuple[str, float, float]]:
 
 if __name__ == "__main__":
     print(f"With the figures of {os.environ.get('POPXL_CHIP')}, on {os.cpu_count()} cores.\n")
-    print("| program | foreseen | measured | foreseen / measured |\n|---|---|---|---|")
+    print("| program | estimated | measured | estimated / measured |\n|---|---|---|---|")
     for name, foreseen, measured in compared(2.0):
         print(f"| {name} | {1e3 * foreseen:.3f} ms | {1e3 * measured:.3f} ms | {foreseen / measured:.2f} |", flush=True)

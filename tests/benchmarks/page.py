@@ -16,7 +16,7 @@ from tests.benchmarks import curves
 from tests.benchmarks.harness import Result, Row
 
 BEGIN, END = "<!-- measured: what follows is written by tests/benchmarks/run.py -->", "<!-- measured: end -->"
-HEADER = ["what", "here", "beside it", "compared", "middle half of the rounds"]
+HEADER = ["what", "this library", "baseline", "ratio", "interquartile range"]
 TABLES = {
     "Called blocks": "blocks",
     "Called blocks of other shapes": "shape_",

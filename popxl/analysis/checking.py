@@ -31,10 +31,11 @@ def check(ir: Ir) -> Report:
         [('drifting variable', 'w', ('data',))]
     """
     report = infer(ir)
+    others = [*outliers(report)]
     report.findings += [
         Finding("drifting variable", certain, op, v.path, axes, message)
         for certain, v, op, axes, message in drifting(ir, report)
     ]
-    report.findings += outliers(report)
+    report.findings += others
     report.findings.sort(key=lambda each: each.op.id)
     return report

@@ -16,6 +16,7 @@ from popxl.analysis.mesh import Mesh
 from popxl.analysis.reduced_values import ReducedValue, Stored, Update, is_of_replicas, reduced_values, scaled
 from popxl.analysis.replication import (
     PARTIAL,
+    REDUCED_SHARDS,
     REPLICATED,
     VARYING,
     Finding,
@@ -51,6 +52,7 @@ def outliers(report: Report) -> Iterator[Finding]:
         yield from _outlying_updates(mesh, made)
         updates += made
         stored += out
+    _accept_gradients_of_shared(report, updates)
     yield from _losses(mesh, report, updates, stored)
     said = {i for ops in report.ops for op in ops.statements for i in mesh.axes_of(op)}
     batches = {each.op: each for each in (*unread_batches(mesh, report), *_same_batches(mesh, report))}
@@ -66,6 +68,21 @@ def outliers(report: Report) -> Iterator[Finding]:
     yield from noise_lints(mesh, report, of_data)
     report.notes += _local_numbers(mesh, report, updates)
     yield from _initial_values(mesh, report)
+
+
+def _accept_gradients_of_shared(report: Report, updates: Sequence[Update]) -> None:
+    """Take back what was found in the sum over shards of the gradient of a variable that replicas share: each has used
+    all of the variable with its shard of other values."""
+    changed: dict[Op, list[Update]] = defaultdict(list)
+    for each in updates if any(found.category == REDUCED_SHARDS for found in report.findings) else ():
+        for op in each.how.by:
+            changed[op].append(each)
+    shared = {
+        op
+        for op, some in changed.items()
+        if all(report.types[u.of][i][0] <= REPLICATED for u in some for i in report.reductions[op].axes)
+    }
+    report.findings = [each for each in report.findings if each.category != REDUCED_SHARDS or each.op not in shared]
 
 
 def _outlying_updates(mesh: Mesh, updates: Sequence[Update]) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from popxl.analysis.replication import PARTIAL, REPLICATED, SAME, SHARDED, AxisType
+from popxl.analysis.replication import REPLICATED, SAME, SHARDED, AxisType
 from popxl.analysis.sharding_rules import ZERO, Flaws, Propagated, Rule, types_by_rule
 from popxl.core.tracing import traces_in
 from popxl.values.subscripts import Labels, parse, permutation_subscripts, reshape_subscripts, sum_subscripts
@@ -68,9 +68,7 @@ def _jaxpr_types(jaxpr: Any, given: Sequence[AxisType], flaws: Flaws) -> list[Ax
         elif (inner := _called_jaxpr(equation)) is not None:
             made = _jaxpr_types(inner, operands, flaws)
         else:
-            made = types_by_rule(_rule(equation, operands), _largest_shards(equation, operands), flaws) * len(
-                equation.outvars
-            )
+            made = types_by_rule(_rule(equation), _largest_shards(equation, operands), flaws) * len(equation.outvars)
         known |= zip(equation.outvars, made, strict=False)
     return [of(v) for v in jaxpr.outvars]
 
@@ -98,12 +96,11 @@ def _largest_shards(equation: Any, operands: Sequence[AxisType]) -> Sequence[Axi
     return [SAME if drop else each for drop, each in zip(smaller, operands, strict=True)]
 
 
-def _rule(equation: Any, given: Sequence[AxisType]) -> Rule:
+def _rule(equation: Any) -> Rule:
     """The sharding rule of a primitive; one for all results."""
     operands, result = _labels(equation)
-    is_condition = equation.primitive.name == "select_n" and given[0][0] is PARTIAL
-    linear = None if is_condition else _linear(equation)
-    return Rule(operands, [result], linear, [getattr(v.aval.dtype, "kind", "") not in "biu" for v in equation.invars])
+    floats = [getattr(v.aval.dtype, "kind", "") not in "biu" for v in equation.invars]
+    return Rule(operands, [result], _linear(equation), floats)
 
 
 def _linear(equation: Any) -> list[set[int]] | None:
@@ -125,7 +122,7 @@ def _labels(equation: Any) -> tuple[Sequence[Labels], Labels]:
     ranks = tuple(map(len, shapes))
     if name == "dot_general":
         return _product(ranks, *parameters["dimension_numbers"])
-    if name == "conv_general_dilated":
+    if name == "conv_general_dilated" and parameters["feature_group_count"] == parameters["batch_group_count"] == 1:
         numbers = parameters["dimension_numbers"]
         features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
         return [
@@ -152,7 +149,7 @@ def _labels(equation: Any) -> tuple[Sequence[Labels], Labels]:
         before, after = written.split("->")
         operands, (result,) = parse((before,), (after,), ranks)
         return operands, result
-    if name.startswith(("reduce_", "arg", "sort", "top_k", "cum", "gather")):
+    if name.startswith(("reduce_", "arg", "sort", "top_k", "cum", "gather", "conv_")):
         return [((),) * rank for rank in ranks], ((),) * len(shape)
     return [_broadcast(each, shape) for each in shapes], _at(range(len(shape)))
 

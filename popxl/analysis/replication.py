@@ -68,6 +68,7 @@ OWN, TERMS, TERMS_PLUS_SHARED, NONLINEAR_TERMS = -1, -2, -3, -4
 """Made of variables of each replica's own; terms of a sum of such, as is presumed; to which something was added on
 each replica; of which something was made that is not linear. Less four where a reduction has gone into it, too."""
 REPEATED = "repeated reduction"
+REDUCED_SHARDS = "reduced shards"
 LITERAL: AxisType = (GIVEN, None)
 SAME: AxisType = (REPLICATED, None)
 REDUCED: AxisType = (REPLICATED, 1)
@@ -114,7 +115,7 @@ def finding(mesh: Mesh, category: str, op: Op, t: Tensor, axes: Iterable[int], m
 
 
 @dataclass(frozen=True, eq=False)
-class Reduction:
+class ReplicaReduction:
     """How a value is reduced over replicas; one object for all equal ones.
 
     Attributes:
@@ -133,7 +134,7 @@ class Reduction:
 
 
 @lru_cache(256)
-def reduction(name: str, before: ReplicaType, axes: tuple[int, ...], sizes: tuple[int, ...]) -> Reduction:
+def reduction(name: str, before: ReplicaType, axes: tuple[int, ...], sizes: tuple[int, ...]) -> ReplicaReduction:
     """A reduction along axes, on a mesh of these sizes."""
     weight = 1.0
     for i in axes:
@@ -141,7 +142,7 @@ def reduction(name: str, before: ReplicaType, axes: tuple[int, ...], sizes: tupl
             weight /= sizes[i]
         elif name != "mean" and before[i][0] <= REPLICATED:
             weight *= sizes[i]
-    return Reduction(name, before, axes, tuple(i for i in axes if before[i][0] is VARYING), weight)
+    return ReplicaReduction(name, before, axes, tuple(i for i in axes if before[i][0] is VARYING), weight)
 
 
 @dataclass(eq=False)
@@ -173,7 +174,7 @@ class Report:
     diverged: dict[Variable, tuple[int, ...]] = field(default_factory=dict)
     maybe_diverged: dict[Variable, tuple[int, ...]] = field(default_factory=dict)
     reduced_updates: dict[Variable, tuple[Op, tuple[int, ...]]] = field(default_factory=dict)
-    reductions: dict[Op, Reduction] = field(default_factory=dict)
+    reductions: dict[Op, ReplicaReduction] = field(default_factory=dict)
     fed: ReplicaType = ()
     index: dict[Graph, GraphOps] = field(default_factory=dict)
 

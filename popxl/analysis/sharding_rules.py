@@ -109,10 +109,10 @@ def _contracted(rule: Rule, result: Labels) -> set[str | int]:
 
 def _type_of_terms(rule: Rule, given: Sequence[AxisType], flaws: Flaws) -> AxisType:
     """What an operation makes of terms of a sum."""
-    sums = {i for i, each in enumerate(given) if _is_sum(each)}
-    terms = _SUM if any(given[i][0] is PARTIAL for i in sums) else _TERMS
+    terms = _SUM if any(kind is PARTIAL for kind, _ in given) else _TERMS
     kept = _SUM if terms is _SUM else _OWN
-    if rule.linear is None:
+    sums = {i for i, each in enumerate(given) if _is_sum(each) and rule.floats[i]}
+    if rule.linear is None or not sums:  # conditions and indices that are made of terms are none
         return kept
     others = [each for i, each in enumerate(given) if i not in sums]
     contracts = any(_contracted(rule, result) for result in rule.results)

@@ -15,6 +15,7 @@ from popxl.analysis.replication import (
     OWN,
     OWN_DATA,
     PARTIAL,
+    REDUCED_SHARDS,
     REPEATED,
     REPLICATED,
     SAME,
@@ -143,7 +144,7 @@ class TypeFindings:
             ):
                 self.sum_of_flawed_terms(op, t, spoiled, flaw)
         if cut := [i for i in axes if before[i][0] is SHARDED and before[i][1] is not None and reduction != "max"]:
-            find("reduced shards", False, op, t, cut,
+            find(REDUCED_SHARDS, False, op, t, cut,
                  "replicas along {axes} have different pieces of {t}, and these are reduced as if they were terms of a "
                  "sum. Gather them, with `replicated_all_gather`, or reduce over another axis.")  # fmt: skip
         return repeated

@@ -230,7 +230,8 @@ class ShardingRule(Trait):
             function of the operands' shapes and the attributes that returns them. By default, each element of a result
             depends on the elements of operands at its place.
         linear: names of operands in which the op is linear; those in which it is linear together, as a sum is, in one
-            string: `"lhs rhs"`.
+            string: `"lhs rhs"`. Where the last operand is variadic, `"ts"` is all of these together, and `"ts[i]"` each
+            by itself, as in a product.
     """
 
     subscripts: str | Callable[[Sequence[tuple[int, ...]], Mapping[str, Any]], str] = "...->..."
@@ -259,11 +260,15 @@ class ShardingRule(Trait):
 
     def linear_positions(self, names: Sequence[str]) -> tuple[frozenset[int], ...]:
         """Positions of operands in which the op is linear together, for input names."""
-        groups = ({*together.split()} for together in self.linear)
-        return tuple(
-            frozenset(i for i, name in enumerate(names) if not group.isdisjoint((name, name.partition("[")[0])))
-            for group in groups
-        )
+        found: list[frozenset[int]] = []
+        for together in self.linear:
+            if together.endswith("[i]"):
+                found += (frozenset({k}) for k, name in enumerate(names) if name.startswith(together[:-2]))
+            else:
+                group = {*together.split()}
+                some = (k for k, name in enumerate(names) if not group.isdisjoint((name, name.partition("[")[0])))
+                found.append(frozenset(some))
+        return tuple(found)
 
 
 @dataclass(frozen=True, init=False)

@@ -5,7 +5,8 @@ Users call the functions of `popxl.ops.conv`. Positions of windows are in `popxl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax import ShapeDtypeStruct
@@ -13,7 +14,7 @@ from jax import ShapeDtypeStruct
 from popxl import dtypes
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.core.traits import REFUSED, Colocated
+from popxl.core.traits import REFUSED, Colocated, ShardingRule
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL
 from popxl.ops.float8 import SCALE, as_factor, pow2
@@ -54,8 +55,24 @@ def _check_steps(**sequences: tuple[int, ...]) -> None:
             raise PopxlError(f"`{name}` is {steps}; expected numbers of 1 or more.")
 
 
+def _rule(subscripts: str, *linear: str) -> ShardingRule:
+    """The sharding rule of an op on images and a weight: the letters of the first two dimensions of each. Others are
+    spatial, and so are all channels in groups: shards along these are not followed."""
+
+    def written(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> str:
+        spatial = "_" * (len(shapes[0]) - 2)
+        text = subscripts if attributes["groups"] == 1 else re.sub("[io]", "_", subscripts)
+        return re.sub("(?<=[a-z_]{2})", spatial, text)
+
+    return ShardingRule(written, linear)
+
+
 def _declared(
-    name: str, lowering: Callable[..., Any], shape: Callable[..., tuple[int, ...]], gradient: Mapping[str, Any]
+    name: str,
+    lowering: Callable[..., Any],
+    shape: Callable[..., tuple[int, ...]],
+    gradient: Mapping[str, Any],
+    subscripts: str,
 ) -> tuple[OpKind, OpKind]:
     """Declare a float convolution and its scaled float8 version."""
 
@@ -69,7 +86,8 @@ def _declared(
         return TensorSpec(shape(t, weight, scaled=True, **attributes), dtypes.float16)
 
     result = f"{name.lower()}_out"
-    return OpKind(name, lowering, shape=spec, result=result, gradient=gradient, traits=REAL), OpKind(
+    traits = [*REAL, _rule(subscripts, "t", "weight")]
+    return OpKind(name, lowering, shape=spec, result=result, gradient=gradient, traits=traits), OpKind(
         name,
         pow2scaled,
         key=f"{name}Pow2Scaled",
@@ -131,12 +149,18 @@ def _weights_gradient(g: Any, t: Any, *, shape: tuple[int, ...], dtype: Any, gro
 
 
 _conv_data_grad = OpKind(
-    "ConvDataGrad", _data_gradient, shape=lambda g, weight, *, shape, **how: TensorSpec(shape, g.dtype)
+    "ConvDataGrad",
+    _data_gradient,
+    shape=lambda g, weight, *, shape, **how: TensorSpec(shape, g.dtype),
+    traits=[_rule("no,oi->ni", "g", "weight")],
 )
 
 
 _conv_weights_grad = OpKind(
-    "ConvWeightsGrad", _weights_gradient, shape=lambda g, t, *, shape, dtype, **how: TensorSpec(shape, dtype)
+    "ConvWeightsGrad",
+    _weights_gradient,
+    shape=lambda g, t, *, shape, dtype, **how: TensorSpec(shape, dtype),
+    traits=[_rule("no,ni->oi", "g", "t")],
 )
 
 
@@ -152,6 +176,7 @@ conv_kind, conv_pow2scaled_kind = _declared(
         "t": lambda g, t_spec, weight, attributes: _conv_data_grad(g, weight, shape=t_spec.shape, **attributes),
         "weight": lambda g, t, weight_spec, attributes: _with_respect_to_weights(g, t, weight_spec, attributes),
     },
+    "ni,oi->no",
 )
 
 
@@ -251,4 +276,5 @@ conv_transpose_kind, conv_transpose_pow2scaled_kind = _declared(
             t, g, weight_spec, _conv_of(g, t_spec, weight_spec, attributes)
         ),
     },
+    "ni,io->no",
 )

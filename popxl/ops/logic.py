@@ -14,7 +14,7 @@ from popxl import dtypes
 from popxl.core.create import constant, with_numbers
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, TensorLike
-from popxl.core.traits import REFUSED
+from popxl.core.traits import REFUSED, ShardingRule
 from popxl.ops.convert import cast_if_needed, identity
 from popxl.ops.families import REAL, Binary, binary, public, unary
 from popxl.values.shapes import broadcast_shapes, meta_shape_of, predicate, same_dtype
@@ -107,6 +107,7 @@ _where = OpKind(
         "lhs": lambda g, condition: where(condition, g, constant(0, g.dtype)),
         "rhs": lambda g, condition: where(condition, constant(0, g.dtype), g),
     },
+    traits=[ShardingRule(linear=("lhs rhs",))],
 )
 
 

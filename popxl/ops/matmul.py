@@ -231,7 +231,22 @@ def _contracted_spec(*ts: Any, subscripts: str) -> TensorSpec | tuple[TensorSpec
     return abstract_evaluation(_einsum.on_arrays(None, {"subscripts": subscripts}), [t.spec for t in ts])
 
 
-_einsum: OpKind = OpKind("Einsum", _contracted, shape=_contracted_spec)
+def _written_out(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> str:
+    """Subscripts with those of the result."""
+    text = attributes["subscripts"].replace(" ", "")
+    if "->" in text:
+        return text
+    letters = text.replace(",", "").replace("...", "")
+    once = sorted(each for each in letters if letters.count(each) == 1)
+    return f"{text}->{'...' * ('...' in text)}{''.join(once)}"
+
+
+_einsum: OpKind = OpKind(
+    "Einsum",
+    _contracted,
+    shape=_contracted_spec,
+    traits=[ShardingRule(_written_out, ("ts[i]",))],
+)
 
 
 def einsum(subscripts: str, *ts: Tensor) -> Tensor:

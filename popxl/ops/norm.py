@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax import lax
 
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.core.traits import REFUSED
+from popxl.core.traits import REFUSED, ShardingRule
 from popxl.errors import PopxlError
 from popxl.ops.elementwise import add
 from popxl.ops.families import REAL
@@ -181,6 +182,12 @@ def _shared_out(g: Any, *, shape: tuple[int, ...]) -> Any:
     return jnp.broadcast_to(g[:, None] / count, (g.size, count)).reshape(shape)
 
 
+def _by_sample(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> str:
+    """Subscripts of `group_norm`: samples are independent; all else goes into statistics, of each sample and group."""
+    t = "n" + "_" * (len(shapes[0]) - 1)
+    return f"{t},_,_->{t},(ng),(ng)"
+
+
 _group_norm_mean_grad = OpKind(
     "GroupNormalizationMeanGrad", _shared_out, shape=lambda g, *, shape: TensorSpec(shape, g.dtype)
 )
@@ -190,7 +197,7 @@ _group_normalization = OpKind(
     shape=_group_norm_specs,
     gradient=_group_norm_gradient,
     result=("group_norm_out", "group_norm_mean", "group_norm_inv_std_dev"),
-    traits=REAL,
+    traits=[*REAL, ShardingRule(_by_sample)],
 )
 _group_normalization_grad = OpKind(
     "GroupNormalizationGrad",

@@ -15,15 +15,17 @@ from popxl.transforms import autodiff
 from tests.popxl.ops.rows.convert import CONVERT
 from tests.popxl.ops.rows.elementwise import ELEMENTWISE
 from tests.popxl.ops.rows.nn import NN
+from tests.popxl.ops.rows.norm import NORM
 from tests.popxl.ops.rows.random import RANDOM
 from tests.popxl.ops.rows.reduce import REDUCE
 from tests.popxl.ops.rows.schema import Row, telling
 from tests.popxl.ops.rows.shape import SHAPE
 from tests.popxl.ops.rows.var_updates import VAR_UPDATES
+from tests.popxl.ops.rows.windows import WINDOWS
 from tests.popxl.ops.test_rows import arrays_of, nested, wanted_of
 
 SAME: AxisType = (REPLICATED, None)
-DECLARED = [*ELEMENTWISE, *CONVERT, *REDUCE, *SHAPE, *NN, *RANDOM, *VAR_UPDATES]
+DECLARED = [*ELEMENTWISE, *CONVERT, *REDUCE, *SHAPE, *NN, *NORM, *RANDOM, *VAR_UPDATES, *WINDOWS]
 TELLING = "add div gelu sum reshape transpose matmul attention scaled_add swish".split()
 
 

@@ -204,22 +204,24 @@ def _dropped(t: Any, seed_tensor: Any, shape: tuple[int, ...], ratio: float) -> 
     return jnp.where(kept, quotient(t.astype(wide), divisor), np.zeros((), wide))
 
 
-def _like_t(t: Any, seed_tensor: Any, **attributes: Any) -> TensorSpec:
-    check_seed(seed_tensor, any_integers=True)
-    return like_first(t)
+def _dropout_on_arrays(t: Any, seed_tensor: Any, *, p: float) -> Any:
+    # Not in the shape rule: programs that only build a graph may give `dropout` another seed.
+    check_seed(TensorSpec(seed_tensor.shape, dtype_.as_dtype(seed_tensor.dtype)), any_integers=True)
+    return _dropped(t, seed_tensor, t.shape, p)
 
 
 def _masked(t: Any, seed_tensor: Any, *, shape: tuple[int, ...], ratio: float) -> TensorSpec:
     if broadcast_shapes(t.shape, shape) != t.shape:
         raise PopxlError(f"the `shape` {shape} does not broadcast to that of `t`.")
-    return _like_t(t, seed_tensor)
+    check_seed(seed_tensor, any_integers=True)
+    return like_first(t)
 
 
 _MASKED = ShardingRule("...,_->...", ("t",))
 _dropout: OpKind = OpKind(
     "Dropout",
-    lambda t, seed_tensor, *, p: _dropped(t, seed_tensor, t.shape, p),
-    shape=_like_t,
+    _dropout_on_arrays,
+    shape=like_first,
     traits=[Drops("seed_tensor", "p"), _MASKED],
     gradient={"t": lambda g, seed_tensor, p: _dropout(g, seed_tensor, p=p)},
 )
@@ -257,7 +259,8 @@ def dropout(t: Tensor, seed_tensor: Tensor, p: float) -> Tensor:
         A new tensor of the same shape and dtype.
 
     Raises:
-        ValueError: for another `p`, or if `seed_tensor` has another shape or holds no integers.
+        ValueError: for another `p`.
+        PopxlError: when the session is made, if `seed_tensor` has another shape or holds no integers.
 
     See also: `torch.nn.functional.dropout`.
 

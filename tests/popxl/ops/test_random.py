@@ -285,14 +285,25 @@ def test_dropout_takes_two_integers_as_a_seed() -> None:
     assert_same(*(evaluate(lambda t, s: ops.dropout(t, s, 0.5), T, v) for v in (seed, seed.astype(np.uint32))))
 
 
-@pytest.mark.parametrize("seed", [np.uint32([[1, 2]]), np.uint32([1, 2, 3]), np.uint32(1), np.float32([1, 2])])
-def test_dropout_refuses_what_is_no_seed(seed) -> None:
+NO_SEEDS = [np.uint32([[1, 2]]), np.uint32([1, 2, 3]), np.uint32(1), np.float32([1, 2])]
+
+
+@pytest.mark.parametrize("seed", NO_SEEDS)
+def test_shaped_dropout_refuses_what_is_no_seed(seed) -> None:
     with popxl.Ir().main_graph as main:
         t, s = popxl.variable(1.0), popxl.variable(seed)
-        for drop in (lambda: ops.dropout(t, s, 0.5), lambda: ops.shaped_dropout(t, s, (), 0.5)):
-            with pytest.raises(ValueError, match=r"expected a seed, a uint32 tensor of shape \(2,\).*`seed_tensor` is"):
-                drop()
+        with pytest.raises(ValueError, match=r"expected a seed, a uint32 tensor of shape \(2,\).*`seed_tensor` is"):
+            ops.shaped_dropout(t, s, (), 0.5)
     assert main.ops == []
+
+
+@pytest.mark.parametrize("seed", NO_SEEDS)
+def test_dropout_is_built_with_any_seed_and_run_with_a_seed(seed) -> None:
+    with popxl.Ir().main_graph as main:
+        t, s = popxl.variable(1.0), popxl.variable(seed)
+        assert ops.dropout(t, s, 0.5).spec == t.spec
+    with pytest.raises(PopxlError, match=r"Dropout.* cannot be run: expected a seed, a uint32 tensor of shape \(2,\)"):
+        popxl.Session(main.ir)
 
 
 # Gradients ----------------------------------------------------------------------------------------------------------

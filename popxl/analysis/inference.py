@@ -330,7 +330,8 @@ class _GraphInference:
             return outcome.outputs
         if is_loop(op):
             return self.loop(op, given)
-        results: list[ReplicaType] = [given[0]] * len(op.outputs)
+        condition = tuple(REDUCED if along == REPEATED_SUM else along for along in given[0])  # a multiple tells as much
+        results: list[ReplicaType] = [condition] * len(op.outputs)
         for run in op.runs:
             bound = self.bound_types(run, given[run.first : run.first + len(run.given)])
             outputs = self.program.run(run.graph, bound).outputs

@@ -151,7 +151,7 @@ def _result(op: Op, behind: Sequence[Tensor], known: Known, report: Report) -> R
     if op in report.reductions:
         if op.attributes["op"] not in ("add", "mean"):
             return None
-        return replace(known[op.inputs[0]], by=(*known[op.inputs[0]].by, op)) if behind else _reduced(op)
+        return replace(known[op.inputs[0]], by=(*known[op.inputs[0]].by, op)) if behind else _reduced(op, report)
     if op.modified:
         return _accumulated(op, behind, known)
     return scaled(op, behind[0], known[behind[0]]) if len(behind) == 1 else None
@@ -189,9 +189,9 @@ def scaled(op: Op, t: Tensor, reduced: ReducedValue) -> ReducedValue | None:
     return reduced
 
 
-def _reduced(op: Op) -> ReducedValue:
-    """Result of a reduction. Before it, a scale by the number of replicas alone is followed: others are the loss's."""
-    (t, *_), count = op.inputs, op.attributes["group_size"]
+def _reduced(op: Op, report: Report) -> ReducedValue:
+    """Result of a reduction. Before it, a scale by a number of replicas alone is followed: others are the loss's."""
+    t = op.inputs[0]
     scale = t.producer
     while scale is not None and scale.op_type in ("Cast", "Identity"):
         scale = scale.inputs[0].producer
@@ -201,7 +201,8 @@ def _reduced(op: Op) -> ReducedValue:
     if not isinstance(number, Constant) or number.nelms != 1:
         return ReducedValue((op,))
     factor = float(np.asarray(number.data, np.float64).reshape(()))
-    if not factor or not is_of_replicas(factor, count):
+    sizes = () if report.mesh is None else report.mesh.sizes
+    if not factor or not is_of_replicas(factor, op.attributes["group_size"], *sizes):
         return ReducedValue((op,))
     return ReducedValue((op,), factor=factor if scale.op_type == "Mul" else 1 / factor, scaled=scale)
 

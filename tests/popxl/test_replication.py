@@ -128,6 +128,33 @@ def skipped_if_not_finite() -> None:
     update(w, ops.where(is_any, popxl.constant(0.0), dw))
 
 
+def a_scale_for_all_shards() -> None:
+    """Each replica scales its shard by the same numbers: their gradient is the sum over replicas."""
+    x, scale = c.assert_replicated(fed(5, 8), "tensor"), weight(6, name="scale")
+    h = x @ divided(1, 8, 6)
+    total = c.replicated_all_reduce(ops.sum(h * ops.tanh(h * scale), 0), group="tensor")
+    update(scale, c.replicated_all_reduce(total, "mean", group="data"))
+
+
+def convolved_by_channels() -> None:
+    """Channels of a convolution by groups are independent, and so are shards along them."""
+    x = c.assert_replicated(fed(2, 3, 5, 5), "tensor")
+    h = ops.conv(ops.tanh(ops.conv(x, divided(0, 4, 3, 1, 1, name="up"))), divided(0, 4, 1, 3, 3), groups=4)
+    y = ops.conv(ops.tanh(h), divided(1, 6, 4, 1, 1, name="down"))
+    ops.host_store(popxl.d2h_stream(y.shape, F32, "y"), c.replicated_all_reduce(y, group="tensor"))
+
+
+def skipped_if_any_counts() -> None:
+    """Replicas add their counts along an axis along which all have counted the same: a multiple tells as much."""
+    w, g = gradient()
+    mean = c.replicated_all_reduce(g, "mean")
+    count = c.replicated_all_reduce(ops.cast(ops.logical_not(ops.isfinite(ops.sum(mean))), F32), group="tensor")
+    ir = w.ir
+    changed = ir.create_graph(lambda w, g: w - g, w, mean)
+    (new,) = ops.conditional(count > 0.0, ir.create_graph(lambda w, g: w, w, mean), changed, [w, mean], [w, mean])
+    ops.var_updates.copy_var_update_(w, new)
+
+
 def in_a_loop() -> None:
     w, x = weight(8, 3), fed(5, 8)
 
@@ -168,6 +195,9 @@ def trained(sharded: bool) -> None:
         counted,
         in_pieces,
         skipped_if_not_finite,
+        a_scale_for_all_shards,
+        convolved_by_channels,
+        skipped_if_any_counts,
         in_a_loop,
         with_code_that_is_loaded,
         pytest.param(partial(trained, sharded=False), marks=pytest.mark.thorough),

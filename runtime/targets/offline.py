@@ -67,7 +67,7 @@ class Target:
         found = _DESCRIPTION.fullmatch(self.description.strip())
         if found is None:
             raise ValueError(
-                f"Target: {self.description!r} describes no machine; expected {FORMS}; or no target, for the devices here."
+                f"Target: {self.description!r} describes no machine; expected {FORMS}; or no target, for this machine."
             )
         if self.figures is not None and found["kind"] == "tpu":
             raise ValueError(f"Target: {self.description!r} are TPUs, whose figures are known; `figures` are of a GPU.")

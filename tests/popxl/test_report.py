@@ -237,6 +237,18 @@ def test_report_is_a_page(golden: Any) -> None:
     assert html.count("<table>") == 7 and "<svg" in html
 
 
+def test_variables_of_equal_layers_share_a_line(ir: popxl.Ir) -> None:
+    with ir.main_graph:
+        for name, size in (("layers.0.w", 3), ("layers.1.w", 3), ("layers.2.w", 2), ("head2.w", 5)):
+            ops.relu_(popxl.variable(np.zeros(size), popxl.float32, name))
+    lines = [line.split() for line in str(popxl.Session(ir).report).splitlines() if ".w " in line]
+    assert lines == [
+        ["layers.*.w", "2", "×", "f32[3]", "24", "B", "device,", "changes"],
+        ["head2.w", "f32[5]", "20", "B", "device,", "changes"],
+        ["layers.2.w", "f32[2]", "8", "B", "device,", "changes"],
+    ]
+
+
 def test_long_tables_are_cut_and_json_has_all() -> None:
     ir, _ = network(40)
     report = popxl.Session(ir).report

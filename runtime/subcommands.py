@@ -168,7 +168,8 @@ def _report_function(asked: CommandArgs) -> int:
         return fail(str(problem), 1)
     if program.found is None:
         said = f"{asked.file} does not call a function {asked.function!r} of its own: there is nothing to report."
-        return code or fail(said, 1)
+        hint = "Only names at the top level of the file are found: define the function there, or import it there."
+        return code or fail(f"{said} {hint}", 1)
     print(f"\n=== {asked.function} ===\n\n{program.found}\n\nStopped at {stopped}: it is not run.")
     asked.write(program.found, program.found.memory, asked.function, program.found.cost)
     return code

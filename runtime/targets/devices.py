@@ -224,7 +224,8 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
     except RuntimeError as problem:
         raise RuntimeError(
             f"Session: JAX finds no device of the kind {kind!r}: {str(problem).rstrip('.')}. Install JAX for it, as its"
-            ' own pages say; or take "ipu_hw", which is the best device that there is.'
+            ' own pages say; or take "ipu_hw", which is the best device that there is; or name a machine elsewhere, '
+            'such as "gpu h100" or "tpu v5e", to compile for it.'
         ) from problem
     return Device(kind or "ipu_hw", _first_devices(found, best, count), DeviceType.Ipu, count if ipus is None else ipus)
 

@@ -53,7 +53,7 @@ def report_of(ir: Ir, program: CompiledProgram, runner: Runner | None = None) ->
         calls=program.layout.calls,
         reason=program.reason,
         loops=_loops(program),
-        written_out=_written_out(program),
+        written_out={graph.name: why for graph, why in program.layout.decision.written_out.items()},
         variables=_variables(ir, program),
         buffers=_buffers(program, runs),
         streams=_streams(program),
@@ -100,10 +100,6 @@ def _offloaded(main: Graph, program: CompiledProgram, memory: Memory) -> str | N
         f"Of the copies of offloaded tensors between the memories of device and host, {beside} in a run have other "
         f"kernels beside them, and {alone} have none."
     )
-
-
-def _written_out(program: CompiledProgram) -> dict[str, str]:
-    return {graph.name: why for graph, why in program.layout.decision.written_out.items()}
 
 
 def _target(program: CompiledProgram, memory: Memory) -> TargetReport | None:

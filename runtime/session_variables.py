@@ -10,6 +10,7 @@ import numpy as np
 
 from popxl.base.arguments import check_type
 from popxl.base.log import Logger
+from popxl.base.pages import listed
 from popxl.base.source import SourceLocation, warn_at
 from popxl.context import user_frame
 from popxl.core.tensor import Constant, Tensor, Variable
@@ -263,7 +264,7 @@ class SessionVariables:
         changed += [v for b in layout.stored_to for v in layout.in_buffers[b]]
         reverted = [v.name for v in dict.fromkeys(changed) if v not in written and v not in self._owners]
         if reverted:
-            names = ", ".join(reverted[:3]) + f" and {len(reverted) - 3} more" * (len(reverted) > 3)
+            names = listed(reverted, most=3)
             warn_at(
                 SourceLocation.of(user_frame()),
                 "Session.write_variable_data: what runs have done to other variables is lost: the device takes the "

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from popxl.base.pages import listed
 from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
@@ -122,5 +123,4 @@ def _differences(title: str, what: str, before: Collection[Any], now: Collection
 
 def _sample_text(things: Sequence[Any]) -> str:
     """Text of some ops or tensors, abbreviated after two."""
-    shown = ", ".join(f"{x!r} ({x.source})" if isinstance(x, Op) else repr(x) for x in things[:2])
-    return f"{shown} and {len(things) - 2} more" if len(things) > 2 else shown
+    return listed((f"{x!r} ({x.source})" if isinstance(x, Op) else repr(x) for x in things), most=2)

@@ -17,6 +17,7 @@ from popxl.analysis.dataflow import INPUTS, PER_RUN, EffectsPass, GraphEffects, 
 from popxl.analysis.inference import infer
 from popxl.analysis.placement import crossing_updates
 from popxl.analysis.replication import Report
+from popxl.base.pages import listed
 from popxl.base.source import SourceLocation, warn_at
 from popxl.context import user_frame
 from popxl.core.aliasing import callees_first
@@ -91,7 +92,7 @@ def warn_of_crossing_updates(main: Graph) -> None:
 
 def _warn(reported: _Reported) -> None:
     for (lint, source), found in reported.items():
-        names = ", ".join([*found][:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        names = listed(found, most=3)
         line = f"`{source.text}`, {source}" if source.text else str(source)
         warn_at(source, lint.text.format(names=names, line=line), lint.category)
 

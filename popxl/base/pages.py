@@ -247,6 +247,17 @@ def starred(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
+def listed(names: Iterable[str], most: int) -> str:
+    """List the first names in a sentence, and count the others.
+
+    Example:
+        >>> listed(["a", "b", "c", "d"], most=2)
+        'a, b and 2 more'
+    """
+    found = [*names]
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+
+
 def bytes_text(count: float) -> str:
     """Format a byte count with about three digits.
 

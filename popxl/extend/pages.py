@@ -6,6 +6,6 @@ Example:
     '131 kB'
 """
 
-from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text, count_text, flops_text, seconds_text
+from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text, count_text, flops_text, listed, seconds_text
 
-__all__ = ["OnPage", "Page", "Picture", "Table", "bytes_text", "count_text", "flops_text", "seconds_text"]
+__all__ = ["OnPage", "Page", "Picture", "Table", "bytes_text", "count_text", "flops_text", "listed", "seconds_text"]

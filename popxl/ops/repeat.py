@@ -49,7 +49,7 @@ class RepeatSiteInfo(CallSiteInfo):
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        """The results of the last turn, in the order of the user's graph."""
+        """The results of the last iteration, in the order of the user's graph."""
         return self.op.outputs[: self.op.attributes["carried"]]
 
 
@@ -63,7 +63,7 @@ def _overwritten(attributes: Mapping[str, Any]) -> frozenset[int]:
 
 
 def returned_by_ref(op: Op) -> frozenset[int]:
-    """Positions of the carried inputs by reference that a turn returns: they end up as what the loop returns."""
+    """Positions of the carried inputs by reference that an iteration returns: they end up as what the loop returns."""
     graph = op.called_graphs[0].called_graphs[0]
     pairs = zip(graph.inputs, graph.outputs[: op.attributes["carried"]], strict=False)
     return frozenset(k for k, (t, result) in enumerate(pairs) if t.by_ref and result.origin is t)
@@ -89,12 +89,12 @@ def _stacked(spec: TensorSpec, attributes: Mapping[str, Any]) -> TensorSpec:
 
 
 def _carried(op: Op) -> tuple[Tensor, ...]:
-    """The outputs of the wrapper that become inputs of the next turn."""
+    """The outputs of the wrapper that become inputs of the next iteration."""
     return op.called_graphs[0].outputs[EXTRA_OUTPUTS : EXTRA_OUTPUTS + op.attributes["carried"]]
 
 
 def rows_of(wrapper: Graph) -> dict[Tensor, Tensor]:
-    """What a wrapper picks by the number of the turn out of inputs that it uses for nothing else: rows, with these."""
+    """What a wrapper picks by the iteration number out of inputs that it uses for nothing else: rows, with these."""
     iteration = wrapper.inputs[0]
     used = Counter(t for op in wrapper.ops for t in op.inputs)
     used.update(wrapper.outputs)
@@ -135,13 +135,13 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
 
     ir = wrapper.ir
     initial: list[Tensor] = []
-    turn = ir.create_empty_graph(f"{info.graph.id}__loop_wrapper")
+    body = ir.create_empty_graph(f"{info.graph.id}__loop_wrapper")
 
     def add_input(t: Tensor, value: Tensor, what: str = "") -> Tensor:
         initial.append(value)
-        return turn.add_input(value.spec, what + t.name, path=what + t.path)
+        return body.add_input(value.spec, what + t.name, path=what + t.path)
 
-    iteration, go_on = turn.add_input(TensorSpec((), dtypes.int32), "iteration"), turn.add_input(_FLAG, "keep_going")
+    iteration, go_on = body.add_input(TensorSpec((), dtypes.int32), "iteration"), body.add_input(_FLAG, "keep_going")
     seeds = {k: add_input(results[k], seed_or_zeros(gs[k], results[k]), "Gradient___") for k in flowing}
     sums = {t: add_input(t, init(t.shape, t.dtype), "Gradient___") for t in same}
     of_stacks = [
@@ -158,7 +158,7 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
             stacks[t] = add_input(rows[t], forward.read(op.inputs[own_inputs.index(rows[t])]))
         elif t not in wrapper.inputs[:EXTRA_INPUTS]:
             stacks[t] = add_input(t, forward.read(_stack_of(op, t)))
-    with turn:
+    with body:
         known = {wrapper.inputs[0]: iteration, wrapper.inputs[1]: go_on} | invariant
         arrived = [(results[k], seed) for k, seed in seeds.items()]
         known |= {t: _stack_row(stack, iteration, t) for t, stack in stacks.items()}
@@ -169,22 +169,22 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
         ]
         found = call_gradient_graph(info, given)
         for t in (go_on, *(seed_or_zeros(found.get(own_inputs[k]), results[k]) for k in flowing)):
-            turn.add_output(t)
+            body.add_output(t)
         for t in same:
-            turn.add_output(sums[t] + found[t])
+            body.add_output(sums[t] + found[t])
         for t in picked:
-            turn.add_output(found[t])
+            body.add_output(found[t])
     backwards = not op.attributes.get("backwards", False)
     sources = [*(own_inputs[k] for k in flowing), *same, *(rows[t] for t in picked)]
-    loop = loop_op(turn, tuple(initial), count, len(flowing) + len(same), backwards, loop_names(turn, EXTRA_OUTPUTS))
+    loop = loop_op(body, tuple(initial), count, len(flowing) + len(same), backwards, loop_names(body, EXTRA_OUTPUTS))
     return dict(zip(map(own_inputs.index, sources), loop.outputs, strict=True))
 
 
-def _stack_row(stack: Tensor, turn: Tensor, t: Tensor) -> Tensor:
+def _stack_row(stack: Tensor, iteration: Tensor, t: Tensor) -> Tensor:
     """One iteration's row of a stack, selected on the stacked tensor's IPU."""
     ipu = final_ipu(t)
     with nullcontext() if ipu is None else get_current_context().set(ipu_id=ipu):
-        return row(stack, turn)
+        return row(stack, iteration)
 
 
 def final_ipu(t: Tensor) -> int | None:
@@ -200,7 +200,7 @@ def _total(t: Tensor, arrived: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _stack_of(op: Op, t: Tensor) -> Tensor:
-    """The result of a loop that holds a tensor of its wrapper for every turn; added to the loop if it is missing."""
+    """The result of a loop that stacks a tensor of its wrapper over iterations; added to the loop if it is missing."""
     wrapper, first = op.called_graphs[0], EXTRA_OUTPUTS + op.attributes["carried"]
     if t not in wrapper.outputs[first:]:
         wrapper.add_output(t)
@@ -208,7 +208,7 @@ def _stack_of(op: Op, t: Tensor) -> Tensor:
 
 
 def _that_matter(op: Op, callee: Graph, matter: AbstractSet[Tensor]) -> list[Tensor]:
-    """Outputs of the wrapper that matter: each carried value can come to depend on every other, from turn to turn."""
+    """Outputs of the wrapper that matter: over iterations, each carried value can come to depend on every other."""
     carried, count = op.attributes["carried"], op.attributes["repeat_count"]
     if not count or matter.isdisjoint(op.outputs):
         return []

@@ -166,15 +166,10 @@ def _by_jax(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
     given = tuple(k for k, g in enumerate(gs) if g is not None and op.outputs[k].dtype.is_inexact)
     if not wanted or not given:
         return {}
-    kind, read = _gradient_kind(op, wanted, given)
+    kind, read = vjp_kind(Derivation(op.kind, *op.signature, wanted, given))
     operands = [forward.read(op.inputs[i]) for i in read] + [g for k in given if (g := gs[k]) is not None]
     results = kind(*operands)
     return dict(zip(wanted, results if isinstance(results, tuple) else (results,), strict=True))
-
-
-def _gradient_kind(op: Op, wanted: tuple[int, ...], given: tuple[int, ...]) -> tuple[OpKind, tuple[int, ...]]:
-    """The gradient op of an op, and the positions of the forward inputs that it reads."""
-    return vjp_kind(Derivation(op.kind, *op.signature, wanted, given))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import popxl
 from popxl.extend.arguments import check_type
 from popxl.extend.files import replace_file
 from popxl.extend.graphs import has_effect, own_flops, through_calls, written_inputs
-from popxl.extend.pages import OnPage, Page, Table, bytes_text
+from popxl.extend.pages import OnPage, Page, Table, bytes_text, listed
 from popxl.transforms import GradGraphInfo
 from popxl_addons.ops.weight_gather import gathered_weights_of
 
@@ -335,7 +335,7 @@ def _merged(groups: Iterable[GraphPlan]) -> Iterator[GraphPlan]:
 
 
 def matches_nothing(who: str, missing: Sequence[str], known: Sequence[str]) -> str:
-    shown = ", ".join([*known][:12]) + (f" and {len(known) - 12} more" if len(known) > 12 else "")
+    shown = listed(known, most=12)
     return (
         f"{who}: {', '.join(map(repr, missing))} match no activation. There are {shown or 'none'}; `*` stands for any "
         "characters."

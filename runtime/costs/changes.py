@@ -41,7 +41,7 @@ class CostChange(Record):
             "B": bytes_text,
             "FLOP": flops_text,
             "cycles": lambda n: f"{count_text(n)} cycles",
-            "ns": _nanoseconds_text,
+            "ns": lambda n: seconds_text(n / 1e9),
         }
         return units[self.unit](count) if self.unit in units else str(count)
 
@@ -223,10 +223,6 @@ def _number(line: str) -> int:
 
 def _nothing(line: str) -> LineCost:
     return LineCost(line=line, kernels=0, flops=0, bytes_accessed=0)
-
-
-def _nanoseconds_text(count: int) -> str:
-    return seconds_text(count / 1e9)
 
 
 def _place(use: CollectiveUse) -> tuple[str, str, int]:

@@ -55,16 +55,7 @@ def cost_of(program: CompiledProgram) -> Cost:
 
     estimate = seconds(LEVELS[0]) if figures is not None else None
     step = None if steps is None or estimate is None else steps.timeline(estimate)
-    graphs = tuple(
-        graphs_of(
-            account,
-            host,
-            figures,
-            count,
-            None if price is None else lambda each: price(each).seconds,
-            None if step is None else step.graphs,
-        )
-    )
+    graphs = tuple(graphs_of(account, host, figures, count, price, step))
 
     cycles = total.cycles
     collectives = _by_kind(account.collectives)
@@ -180,16 +171,7 @@ def cost_of_executable(
         return run(level).seconds
 
     step = None if figures is None else run(LEVELS[0])
-    graphs = tuple(
-        graphs_of(
-            account,
-            {},
-            figures,
-            count,
-            None if price is None else lambda each: price(each).seconds,
-            None if step is None else step.graphs,
-        )
-    )
+    graphs = tuple(graphs_of(account, {}, figures, count, price, step))
 
     return Cost(
         name=name,

@@ -6,11 +6,15 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from popxl.base.records import Record
 from runtime.costs.work import Account, Collective, Product, Work
 from runtime.targets.chip import Chip, Tpu
+
+if TYPE_CHECKING:
+    from runtime.costs.network import CollectiveTime
+    from runtime.costs.step import StepTimeline
 
 Bound = Literal["compute", "memory", "network", "host"]
 
@@ -80,8 +84,8 @@ def graphs_of(
     host: Mapping[str, int],
     figures: Chip | None,
     all_replicas: int,
-    price: Callable[[Collective], float] | None = None,
-    limits: Mapping[str, Mapping[str, float]] | None = None,
+    price: Callable[[Collective], CollectiveTime] | None = None,
+    step: StepTimeline | None = None,
 ) -> list[GraphCost]:
     """Cost of each graph, longest first.
 
@@ -90,15 +94,15 @@ def graphs_of(
         host: bytes between a chip and its host, by graphs.
         figures: figures of the chip.
         all_replicas: number of chips in a collective of all.
-        price: function that returns the seconds of a collective; by default those of one switch for all chips.
-        limits: bounds of each graph on the timeline of a run, in seconds.
+        price: time of a collective; by default that of one switch for all chips.
+        step: timeline of a run, with the bounds of each graph.
     """
     sent, network = defaultdict[str, int](int), defaultdict[str, float](float)
     for each in account.collectives:
         own = _bytes_sent(each, all_replicas)
         sent[each.graph] += own
         if figures is not None:
-            network[each.graph] += own / figures.network_bandwidth if price is None else each.runs * price(each)
+            network[each.graph] += own / figures.network_bandwidth if price is None else each.runs * price(each).seconds
     names = dict.fromkeys((*account.graphs, *(name for name, count in host.items() if count)))
     graphs = []
     for name in names:
@@ -114,7 +118,7 @@ def graphs_of(
                 host_bytes=crossing,
                 seconds=None if bound is None else times[bound],
                 bound=bound,
-                limits=dict((limits or {}).get(name, {})),
+                limits={} if step is None else dict(step.graphs.get(name, {})),
             )
         )
     return sorted(graphs, key=lambda graph: -(graph.seconds or 0))

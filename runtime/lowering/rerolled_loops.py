@@ -135,16 +135,16 @@ def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environm
     loop_channels = context.channels.loop_channels(streams)
 
     def iterate(state: Any, rows: Sequence[Array]) -> Any:
-        held, positions = state
+        carried, positions = state
         inside = loop_channels.in_iteration(positions)
         body = context.in_loop_body(inside, rows=len(loop.iterations))
-        after = lowering.lower_ops(loop.ops, builder.iteration_values(held, rows), body)
-        return (builder.next_state(held, rows, after), inside.carried(streams)), None
+        after = lowering.lower_ops(loop.ops, builder.iteration_values(carried, rows), body)
+        return (builder.next_state(rows, after), inside.carried(streams)), None
 
     start = (builder.start, loop_channels.start)
-    (held, positions), _ = lax.scan(iterate, start, builder.rows, length=len(loop.iterations))
-    context.channels.resume(loop_channels, positions, held)
-    builder.finish(held, environment)
+    (carried, positions), _ = lax.scan(iterate, start, builder.rows, length=len(loop.iterations))
+    context.channels.resume(loop_channels, positions, carried)
+    builder.finish(carried, environment)
 
 
 class _ScanBuilder:
@@ -172,75 +172,78 @@ class _ScanBuilder:
         has_loops: bool,
     ) -> None:
         self._invariant_row = invariant_row
-        self._handed = tuple((t, t.before) for t in loop.inputs if t.before is not None)
-        self._last = tuple(m for m in loop.outputs if m.is_last_only)
-        self._made = tuple(m for m in loop.outputs if not m.is_last_only)
+        self._carries = tuple((t, t.before) for t in loop.inputs if t.before is not None)
+        self._final_outputs = tuple(m for m in loop.outputs if m.is_last_only)
+        self._stacked_outputs = tuple(m for m in loop.outputs if not m.is_last_only)
         known = [t for t in loop.inputs if t.before is None and not is_constant(t, environment)]
         for storages in merge_overlapping(t.by_iteration for t in known):
             pack_together(environment, storages)
         places = {t: tuple(map(environment.slot_or_value, t.by_iteration)) for t in known}
-        in_rows = {t: rows for t, rows in places.items() if all(isinstance(row, PackedSlot) for row in rows)}
-        written = [rows[0].stack for t, rows in in_rows.items() if t.is_written]
-        self._passed = {t.name: in_rows[t][0] for t in in_rows if t.is_invariant and has_loops}
-        by_iteration = [t for t in in_rows if t.name not in self._passed]
-        read = [t for t in by_iteration if not t.is_invariant or in_rows[t][0].stack in written]
-        alone = [t for t in known if t not in read and t.name not in self._passed]
-        self._alone = tuple(t for t in alone if t.is_written)
-        self._fixed = {t.name: environment.value_of(t.by_iteration[0]) for t in alone if not t.is_written}
-        self._outputs = tuple(_allocate_output(made, environment) for made in self._made)
-        self._stacks = tuple(dict.fromkeys((*written, *self._outputs)))
-        self._reads = tuple(_slices({t.name: in_rows[t] for t in read}))
+        slots = {t: rows for t, rows in places.items() if all(isinstance(row, PackedSlot) for row in rows)}
+        written = [rows[0].stack for t, rows in slots.items() if t.is_written]
+        self._invariant_slots = {t.name: slots[t][0] for t in slots if t.is_invariant and has_loops}
+        by_iteration = [t for t in slots if t.name not in self._invariant_slots]
+        read = [t for t in by_iteration if not t.is_invariant or slots[t][0].stack in written]
+        unpacked = [t for t in known if t not in read and t.name not in self._invariant_slots]
+        self._unpacked = tuple(t for t in unpacked if t.is_written)
+        self._invariant_values = {t.name: environment.value_of(t.by_iteration[0]) for t in unpacked if not t.is_written}
+        self._output_arrays = tuple(_allocate_output(made, environment) for made in self._stacked_outputs)
+        self._stacks = tuple(dict.fromkeys((*written, *self._output_arrays)))
+        self._reads = tuple(_slices({t.name: slots[t] for t in read}))
         made = {
             m.name: tuple(PackedSlot(stack, n) for n in range(len(m.rows) - len(m.by_iteration), len(m.rows)))
-            for m, stack in zip(self._made, self._outputs, strict=True)
+            for m, stack in zip(self._stacked_outputs, self._output_arrays, strict=True)
         }
-        self._writes = tuple(_slices({t.name: in_rows[t] for t in read if t.is_written} | made))
-        self.rows = tuple(np.asarray(cut.first, np.int32) for cut in (*self._reads, *self._writes))
+        self._writes = tuple(_slices({t.name: slots[t] for t in read if t.is_written} | made))
+        self.rows = tuple(np.asarray(slice_.first, np.int32) for slice_ in (*self._reads, *self._writes))
         self.start = (
-            [environment.value_of(t.by_iteration[0]) for t in self._alone],
-            [environment.value_of(t.by_iteration[0]) for t, _ in self._handed],
-            [lax.empty(m.name.shape, m.name.dtype.as_jax()) for m in self._last],
+            [environment.value_of(t.by_iteration[0]) for t in self._unpacked],
+            [environment.value_of(t.by_iteration[0]) for t, _ in self._carries],
+            [lax.empty(m.name.shape, m.name.dtype.as_jax()) for m in self._final_outputs],
             [stack.array for stack in self._stacks],
         )
 
-    def iteration_values(self, held: Any, rows: Sequence[Array]) -> dict[Tensor, Array | PackedSlot]:
+    def iteration_values(self, state: Any, rows: Sequence[Array]) -> dict[Tensor, Array | PackedSlot]:
         """Initial storage values of an iteration."""
-        alone, handed, _, arrays = held
+        unpacked, carries, _, arrays = state
         now = dict(zip(self._stacks, arrays, strict=True))
-        passing = dict.fromkeys((*self._stacks, *(row.stack for row in self._passed.values())))
-        self._passing = {stack: stack.with_array(now.get(stack, stack.array)) for stack in passing}
-        values: dict[Tensor, Array | PackedSlot] = dict(self._fixed)
-        values.update((name, PackedSlot(self._passing[row.stack], row.number)) for name, row in self._passed.items())
-        values.update((t.name, value) for t, value in zip(self._alone, alone, strict=True))
-        values.update((t.name, value) for (t, _), value in zip(self._handed, handed, strict=True))
-        for cut, number in zip(self._reads, rows, strict=False):
-            found = cut.slice_values(now.get(cut.stack, cut.stack.array), number)
-            is_same = cut.stack.is_given and cut.stack not in now
+        passing = dict.fromkeys((*self._stacks, *(row.stack for row in self._invariant_slots.values())))
+        self._stacks_of_iteration = {stack: stack.with_array(now.get(stack, stack.array)) for stack in passing}
+        values: dict[Tensor, Array | PackedSlot] = dict(self._invariant_values)
+        values.update(
+            (name, PackedSlot(self._stacks_of_iteration[row.stack], row.number))
+            for name, row in self._invariant_slots.items()
+        )
+        values.update((t.name, value) for t, value in zip(self._unpacked, unpacked, strict=True))
+        values.update((t.name, value) for (t, _), value in zip(self._carries, carries, strict=True))
+        for slice_, number in zip(self._reads, rows, strict=False):
+            found = slice_.slice_values(now.get(slice_.stack, slice_.stack.array), number)
+            is_same = slice_.stack.is_given and slice_.stack not in now
             values.update((name, self._invariant_row(row, number) if is_same else row) for name, row in found)
         return values
 
-    def next_state(self, held: Any, rows: Sequence[Array], after: Environment) -> Any:
+    def next_state(self, rows: Sequence[Array], after: Environment) -> Any:
         """The loop-carried state after an iteration."""
-        now = {stack: self._passing[stack].array for stack in self._stacks}
-        for cut, row in zip(self._writes, rows[len(self._reads) :], strict=True):
-            now[cut.stack] = cut.updated(now[cut.stack], row, after)
+        now = {stack: self._stacks_of_iteration[stack].array for stack in self._stacks}
+        for slice_, row in zip(self._writes, rows[len(self._reads) :], strict=True):
+            now[slice_.stack] = slice_.updated(now[slice_.stack], row, after)
         return (
-            [after.value_of(t.name) for t in self._alone],
-            [after.value_of(before) for _, before in self._handed],
-            [after.value_of(m.name) for m in self._last],
+            [after.value_of(t.name) for t in self._unpacked],
+            [after.value_of(before) for _, before in self._carries],
+            [after.value_of(m.name) for m in self._final_outputs],
             [now[stack] for stack in self._stacks],
         )
 
-    def finish(self, held: Any, environment: Environment) -> None:
+    def finish(self, state: Any, environment: Environment) -> None:
         """Write the final state to the environment."""
-        alone, _, last, arrays = held
+        unpacked, _, last, arrays = state
         for stack, array in zip(self._stacks, arrays, strict=True):
             stack.array = array
-        for taken, value in zip(self._alone, alone, strict=True):
+        for taken, value in zip(self._unpacked, unpacked, strict=True):
             environment.values[taken.by_iteration[0]] = value
-        for made, value in zip(self._last, last, strict=True):
+        for made, value in zip(self._final_outputs, last, strict=True):
             environment.values[made.by_iteration[-1]] = value
-        for made, stack in zip(self._made, self._outputs, strict=True):
+        for made, stack in zip(self._stacked_outputs, self._output_arrays, strict=True):
             environment.values.update((t, PackedSlot(stack, n)) for n, t in enumerate(made.rows))
 
 

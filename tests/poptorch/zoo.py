@@ -1,4 +1,4 @@
-"""Models of others, each tried beside eager PyTorch: inference, three steps of training, what the first call costs.
+"""Published models, each tried beside eager PyTorch: inference, three steps of training, what the first call costs.
 
     python -m tests.poptorch.zoo                          # tries what has not been tried yet, and writes docs/models.md
     python -m tests.poptorch.zoo --minutes 10 transformers  # for ten minutes, of one package
@@ -713,21 +713,22 @@ def _sentence(problem: Exception) -> str:
 
 # The page -------------------------------------------------------------------------------------------------------------
 
-HEAD = """# Models of others
+HEAD = """# Published models
 
-Each model was made with random weights, small where possible, and called with the smallest input that it takes. A model
-of `timm`, and one that is called short here, keeps one of equal layers in a row. Its results in inference, and its
-losses in three steps of training, were compared with those of eager PyTorch. The table was made by `python -m
-tests.poptorch.zoo`, which continues where it was stopped; with `--again` it repeats the models that have a reason in
-place of a number. Not all models that it knows have been tried yet.
+Each model has random weights and gets the smallest input that it accepts. Most are built small. Models of `timm`, and
+those marked *short*, keep one of several consecutive equal layers. The results in inference, and the losses of three
+steps of training, are compared with those of eager PyTorch. `python -m tests.poptorch.zoo` makes the table, and
+continues where it was stopped; with `--again` it repeats the models that failed. Not all models that it knows have been
+tried yet.
 
-The first call is given in CPU seconds: it captures the model, compiles it and runs it once. The machine was shared with
-other work, so read these as orders of magnitude.
+The first call captures the model, compiles it and runs it once; the table gives its CPU seconds. The machine was shared
+with other work, so read these as orders of magnitude.
 
-Some steps amplify rounding errors until they show, such as norms over a handful of values, in many layers. If losses
-differ from eager ones, both are compared with eager losses in float64. The table gives the largest distance from these,
-as `±`, of eager losses in float32, and of those in float64 with weights changed three times by less than the precision
-of float32. The model's losses are within twice that: where it is near 1, they say little more than that the steps run.
+Some models amplify rounding errors, for example by many norms over a few values. If losses differ from eager ones, both
+are compared with eager losses in float64. The table then gives, as `±`, the largest distance from these of two others:
+eager losses in float32, and eager losses in float64 with weights perturbed three times by less than the precision of
+float32. The model's losses are within twice this distance. Where it is near 1, the comparison shows little more than
+that the steps run.
 
 """
 

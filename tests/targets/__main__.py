@@ -136,15 +136,15 @@ def page(found: Found) -> str:
     """The table, and below it what was left out, and why tests failed."""
     targets = [*dict.fromkeys(target for _, target in found)]
     lines = [
-        "# Compiled for machines that are not here",
+        "# What compiles offline",
         "",
-        f"Written by `python -m tests.targets`, with popxl {VERSION} and jax {jax.__version__}. Nothing was run: a "
-        "test goes as far as its first run, and what that would run has been compiled. Numbers were not checked.",
+        f"`python -m tests.targets` wrote this page, with popxl {VERSION} and jax {jax.__version__}. Nothing was run: "
+        "each test stops at its first run, and the program that it would run is compiled. Numbers were not checked.",
         "",
-        "`ops` is the table of ops: each row once in float32, float16 and bfloat16, or in the integers that it has; "
-        "forward, in place, and its gradient. Of the other areas these are the tests of that name; those marked "
-        "`thorough` only where it says so. `offloading` is 50 random programs with random memory plans. `all` is "
-        "all of an area. A part is drawn by the names of the tests.",
+        "`ops` is the table of ops: each op in float32, float16 and bfloat16, or in its integer dtypes; forward, in "
+        "place, and its gradient. The other rows are the tests of these names, without those marked `thorough` unless "
+        "stated. `offloading` is 50 random programs with random memory plans. `all` means all tests of a row; a part "
+        "is selected by the names of the tests.",
         "",
         "| | " + " | ".join(targets) + " |",
         "|---" * (len(targets) + 1) + "|",

@@ -1,28 +1,33 @@
-"""Attention on TPUs: JAX's Pallas kernel, where it supports the arguments.
+"""Attention on TPUs: JAX's Pallas kernels ("splash attention"), where they support the arguments.
 
-It keeps blocks of scores in the core's memory, where the plain implementation leaves their placement to XLA. It
-supports whole blocks of queries and keys, neither masks nor dropout, and values as wide as keys.
+They keep blocks of scores in the core's memory, where the plain implementation leaves their placement to XLA. They
+support whole blocks of queries and keys, neither masks nor dropout, and values as wide as keys. Blocks that a causal
+mask hides are neither fetched nor computed.
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.experimental.pallas.ops.tpu import flash_attention as kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_blocks
 
 from popxl.base.arrays import Array
 from popxl.ops.attention import attended_backward_anew
 from popxl.ops.attention import attention_forward as plain
 
 # From the module's private side: separate kernels, as for the ops of a gradient.
-_forward: Any = kernel._flash_attention
-_keys_gradient: Any = kernel._flash_attention_bwd_dkv
-_queries_gradient: Any = kernel._flash_attention_bwd_dq
+_forward: Any = kernel._splash_attention_forward
+_keys_gradient: Any = kernel._splash_attention_bwd_dkv
+_queries_gradient: Any = kernel._splash_attention_bwd_dq
 
 SMALLEST, LARGEST = 128, 512
 """The sizes of blocks: a power of two in between that divides the length."""
@@ -37,12 +42,14 @@ def attention_forward(
     """`popxl.ops.attention.attention_forward`."""
     if not _takes(queries, keys, values, mask, how):
         return plain.plain(queries, keys, values, mask, seed, **how)
-    q, k, v = _by_head(queries, keys, values)
-    rows, columns = _block(q), _block(k)
-    blocks = kernel.BlockSizes(block_q=rows, block_k_major=columns, block_k=columns, block_b=1)
+    q, k, v = (_by_head(t) for t in (_scaled(queries, how["scale"]), keys, values))
+    sizes = kernel.BlockSizes(block_q=_block(q), block_kv=_block(k))
+    hidden, function = _hidden_blocks(q.shape[1], k.shape[1], how["causal"], of_keys=False)
     with _products(q):
-        out, total, top = _forward(q, k, v, None, None, True, how["causal"], how["scale"], blocks, False)
-    return out.reshape(queries.shape), (top + jnp.log(total)).reshape(queries.shape[:-1])
+        out, (logs,) = _forward(
+            hidden, q, k, v, None, None, kernel.DEFAULT_MASK_VALUE, False, sizes, None, True, function
+        )
+    return out.reshape(queries.shape), logs.reshape(queries.shape[:-1])
 
 
 def attention_backward(
@@ -61,23 +68,31 @@ def attention_backward(
     """`popxl.ops.attention.attention_backward`."""
     if not _takes(queries, keys, values, mask, how):
         return attended_backward_anew(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
-    # The kernels take each of them 128 times, which XLA would materialise as soon as the forward pass has them.
+    # The kernels take logs eight times, which XLA could materialise as soon as the forward pass has them.
     g, logs = lax.optimization_barrier((g, logs))
-    q, k, v = _by_head(queries, keys, values)
-    g, out, logs = (t.reshape(*q.shape[:3], *t.shape[queries.ndim - 1 :]) for t in (g, out, logs))
+    q, k, v, g, out = (_by_head(t) for t in (_scaled(queries, how["scale"]), keys, values, g, out))
     shift = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), -1)
-    rows, columns = _block(q), _block(k)
-    known = (q, k, v, None, None, jnp.ones_like(logs), logs, g.astype(q.dtype), shift)
-    sizes = {"block_q_major": rows, "block_k_major": columns, "block_k": columns}
-    settings = {
-        "sm_scale": how["scale"],
-        "causal": how["causal"],
-        "mask_value": kernel.DEFAULT_MASK_VALUE,
-    }
+    known = (q, k, v, None, None, logs.reshape(q.shape[:2]), g.astype(q.dtype), shift)
+    layout = kernel.QKVLayout.HEAD_DIM_MINOR
+
+    def settings(of_keys: bool) -> dict[str, Any]:
+        hidden, function = _hidden_blocks(q.shape[1], k.shape[1], how["causal"], of_keys=of_keys)
+        return {
+            "bq": _block(q),
+            "bkv": _block(k),
+            "is_mqa": False,
+            "mask_info": hidden,
+            "mask_function": function,
+            "mask_value": kernel.DEFAULT_MASK_VALUE,
+            "attn_logits_soft_cap": None,
+            **dict.fromkeys(("q_layout", "k_layout", "v_layout"), layout),
+            "interpret": False,
+        }
+
     with _products(q):
-        dk, dv = _keys_gradient(*known, **sizes, block_q=rows, **settings, debug=False)
-        dq, _ = _queries_gradient(*known, **sizes, **settings, debug=False)
-    return dq.reshape(queries.shape), _of_groups(dk, keys), _of_groups(dv, values)
+        _, dk, dv = _keys_gradient(*known, bkv_compute=_block(k), use_fused_bwd_kernel=False, **settings(of_keys=True))
+        dq = _queries_gradient(*known, **settings(of_keys=False))
+    return _scaled(dq, how["scale"]).reshape(queries.shape), dk.reshape(keys.shape), dv.reshape(values.shape)
 
 
 def _takes(queries: Array, keys: Array, values: Array, mask: Array, how: Any) -> bool:
@@ -93,19 +108,29 @@ def _takes(queries: Array, keys: Array, values: Array, mask: Array, how: Any) ->
     )
 
 
-def _by_head(queries: Array, *others: Array) -> tuple[Array, ...]:
-    """Repeat key heads for query heads, shape (batch, query heads, length, channels)."""
-    batch, heads = math.prod(queries.shape[:-3]), math.prod(queries.shape[-3:-2])
-    times = heads // math.prod(others[0].shape[-3:-2])
-    wide = (t.reshape(batch, heads // times, *t.shape[-2:]) for t in others)
-    return queries.reshape(batch, heads, *queries.shape[-2:]), *(jnp.repeat(t, times, axis=1) for t in wide)
+def _by_head(t: Array) -> Array:
+    """All heads of all samples in one dimension: consecutive query heads share a key head."""
+    return t.reshape(-1, *t.shape[-2:])
 
 
-def _of_groups(t: Array, like: Array) -> Array:
-    """Sum query-head gradients over each key head's group."""
-    heads = math.prod(like.shape[-3:-2])
-    grouped = t.reshape(t.shape[0], heads, -1, *t.shape[2:])
-    return grouped.astype(jnp.float32).sum(2).reshape(like.shape)
+def _scaled(t: Array, scale: float) -> Array:
+    """The kernels do not scale scores. In bfloat16 this rounds once more, unless `scale` is a power of two."""
+    return (t.astype(jnp.float32) * scale).astype(t.dtype)
+
+
+@cache
+def _hidden_blocks(queries: int, keys: int, causal: bool, *, of_keys: bool) -> tuple[Any, Any]:
+    """Which blocks of scores a causal mask hides, and the mask as a function of positions.
+
+    In units of the smallest block, since the library looks at each element. Within a block the function decides.
+    """
+    if not causal:
+        return mask_blocks.MaskInfo(None, None, None, None, None), None
+    units = masks.MultiHeadMask([masks.CausalMask((queries // SMALLEST, keys // SMALLEST))])
+    processed = mask_blocks.process_mask_dkv if of_keys else mask_blocks.process_mask
+    blocks = tuple(math.gcd(length, LARGEST) // SMALLEST for length in (queries, keys))
+    hidden, function = processed(units, blocks)
+    return hidden._replace(q_sequence=np.arange(queries, dtype=np.int32)), function
 
 
 def _block(t: Array) -> int:

@@ -492,14 +492,3 @@ def cross_entropy_with_grad(
     """
     how = {"ignore_index": _ignored("cross_entropy_with_grad", labels, ignore_index), "reduction": reduction}
     return _scaled(_cross_entropy_with_grad, x, labels, loss_scaling, how)
-
-
-__all__ = [
-    "REDUCTION_TYPE",
-    "cross_entropy",
-    "cross_entropy_with_grad",
-    "log_softmax",
-    "nll_loss",
-    "nll_loss_with_softmax_grad",
-    "softmax",
-]

@@ -26,10 +26,10 @@ def _tangent_after(values: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[
     return _after(*values), tangents[0]
 
 
-def all_available_after(values: Sequence[Any], others: Sequence[Any]) -> Sequence[Any]:
-    """`values`, unchanged, each with a fake dependency on the first elements of `others`.
+def all_available_together(values: Sequence[Any], others: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """`values`, each with a fake dependency on the first elements of `others`; and `others`.
 
     Without others, the values depend on their own first elements, which still keeps XLA from merging the computations.
     """
     waited_for = others if any(other.size for other in others) else values
-    return [computed_after(value, waited_for) for value in values]
+    return [computed_after(value, waited_for) for value in values], others

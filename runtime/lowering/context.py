@@ -11,7 +11,6 @@ import jax
 from popxl.base.arrays import Array
 from popxl.core.recording import Op
 from popxl.graph import Graph
-from popxl.ops.kernels import memory
 from runtime.lowering.channels import Channels
 from runtime.lowering.packed_arrays import PackedSlot
 
@@ -29,7 +28,7 @@ class Context:
         rows: number of iterations of the enclosing loops of calls. An array of this many rows may hold a value.
         cut: for ops in a loop body that slice an iteration's row out of an array, that row.
         depth: number of enclosing noinline graphs.
-        first_runs: first input of each run of a graph in this trace, by graph and identities of inputs.
+        first_runs: first input of each call of a graph in this trace, by graph and identities of inputs.
     """
 
     channels: Channels
@@ -52,18 +51,11 @@ class Context:
         """The context inside a loop body of `rows` iterations, if values may be slots of as many rows."""
         return replace(self, channels=channels, inputs=(), in_loop=True, rows=self.rows * rows, cut=cut or {})
 
-    def prevent_cse(self, graph: Graph, inputs: Sequence[Array | PackedSlot]) -> Sequence[Array | PackedSlot]:
-        """Hide equal inputs of a repeated graph from the compiler's common-subexpression elimination.
-
-        A computation that occurs twice in the program runs twice, and only when its consumer can run: when all inputs
-        of the enclosing graph, such as gradients, are available. By common subexpression elimination, XLA would run it
-        once and keep the result, which is what recomputation is meant to avoid.
-        """
+    def is_repeated(self, graph: Graph, inputs: Sequence[Array | PackedSlot]) -> bool:
+        """Whether a graph was called with these inputs before, so that the compiler could merge both calls."""
         if not inputs or not all(isinstance(value, jax.core.Tracer) for value in inputs):  # rows, or no compiler
-            return inputs
+            return False
         key = graph, tuple(map(id, inputs))
-        if self.first_runs.get(key) is not inputs[0]:
-            self.first_runs[key] = inputs[0]
-            return inputs
-        around = [value for value in self.inputs if not isinstance(value, PackedSlot)]
-        return memory.all_available_after(inputs, around)
+        is_first = self.first_runs.get(key) is not inputs[0]
+        self.first_runs[key] = inputs[0]
+        return not is_first

@@ -17,12 +17,15 @@ from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
+from popxl.ops.kernels import memory
+from popxl.ops.kernels.kernel import overriding_kernels
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref, rows_of
 from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment, Results
 from runtime.lowering.packed_arrays import PackedArray, PackedSlot, load, write_back
 from runtime.lowering.platform_hooks import Unordered
 from runtime.lowering.registry import register_lowering
+from runtime.lowering.scopes import of_op
 from runtime.lowering.sharing import Sharing
 from runtime.targets.replicas import is_on_host
 
@@ -36,7 +39,26 @@ def _call(lowering: Lowering, op: Op, environment: Environment, context: Context
     (graph,) = op.called_graphs
     check_bound(op)
     places, sharing = call_inputs(op, environment), environment.sharing(op)
-    finish_call(op, environment, places, lowering.lower_call(graph, places, context, in_rows=True, sharing=sharing))
+    inputs = places
+    if lowering.inlines(graph, context, sharing) and context.is_repeated(graph, places):
+        with of_op(op), overriding_kernels(lowering.replicas.platform, lowering.hooks.overrides):
+            inputs = _inputs_again(op, places, environment, context)
+    finish_call(op, environment, places, lowering.lower_call(graph, inputs, context, in_rows=True, sharing=sharing))
+
+
+def _inputs_again(op: Op, inputs: Sequence[Any], environment: Environment, context: Context) -> Sequence[Any]:
+    """Inputs of a repeated call, available when all inputs of the enclosing graph are, such as gradients.
+
+    XLA would merge both calls otherwise and keep the results, which is what recomputation is meant to avoid. Later ops
+    read what comes out of the barrier, for the order is lost with results that nothing reads.
+    """
+    around = [t for t in op.graph.inputs if context.inputs and not isinstance(environment.slot_or_value(t), PackedSlot)]
+    values = [environment.value_of(t) for t in around]
+    again, same = memory.all_available_together(inputs, values)
+    for t, before, after in zip(around, values, same, strict=True):
+        if after is not before:
+            environment.replace_equal(t, after)
+    return again
 
 
 def finish_call(op: Op, environment: Environment, places: Sequence[Array | PackedSlot], results: Results) -> None:

@@ -222,8 +222,7 @@ class Lowering:
             sharing: inputs that share storage. Calls with such inputs are inlined.
         """
         channels = context.channels
-        effectful = channels.running is not None and has_side_effects(graph)
-        if graph not in self._noinline or sharing or effectful:
+        if self.inlines(graph, context, sharing):
             results = self._inline(graph, inputs, context, sharing)
             return results if in_rows else results.unpacked()
         streams = self.channels_of(graph.ops)
@@ -232,12 +231,15 @@ class Lowering:
         channels.record_computed((outputs, written))
         return Results(outputs, written)
 
+    def inlines(self, graph: Graph, context: Context, sharing: Sharing) -> bool:
+        """Whether a call of a graph is lowered to the graph's ops."""
+        effectful = context.channels.running is not None and has_side_effects(graph)
+        return graph not in self._noinline or bool(sharing) or effectful
+
     def _inline(
         self, graph: Graph, inputs: Sequence[Array | PackedSlot], context: Context, sharing: Sharing
     ) -> Results:
-        with overriding_kernels(self.replicas.platform, self.hooks.overrides):
-            separate = context.prevent_cse(graph, inputs)
-        values, same = bind_inputs(graph, separate, sharing)
+        values, same = bind_inputs(graph, inputs, sharing)
         with of_graph(graph, context.depth):
             ops = self.scheduling.schedule(graph)
             environment = self.lower_ops(ops, values, context.in_graph(inputs), same)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.targets.memory_budgets import compiled
+import popxl
+import popxl_addons as addons
+from popxl import ops
+from tests.targets.memory_budgets import Residual, compiled
 
 
 @pytest.mark.targets
@@ -15,3 +18,30 @@ def test_recomputed_layers_wait_for_their_gradients() -> None:
         for policy in ("everything", "nothing")
     )
     assert recomputed < 0.6 * kept
+
+
+@pytest.mark.targets
+def test_graphs_that_are_called_again_wait_for_gradients() -> None:
+    """As `recompute_graph` without policies calls them: also for the gradient of the layer after."""
+
+    def temporaries(recomputes: bool) -> int:
+        ir = popxl.Ir()
+        ir.options.calledGraphs = "inlined"
+        with ir.main_graph:
+            x = ops.host_load(popxl.h2d_stream((16, 64, 32, 32), popxl.bfloat16, "x"))
+            facts, graph = Residual(64).create_graph(x)
+            gradient = addons.autodiff(graph)
+            if recomputes:
+                gradient = addons.recompute_graph(gradient)
+            layers = [facts.init(f"layer{i}") for i in range(4)]
+            sites = []
+            for variables in layers:
+                sites.append(graph.bind(variables).call_with_info(x))
+                (x,) = sites[-1].outputs[:1]
+            g = x
+            for site in reversed(sites):
+                g, *_ = gradient.call(g, args=gradient.grad_graph_info.inputs_dict(site))
+            addons.host_store(g)
+        return popxl.Session(ir, "gpu h100").memory().temporaries
+
+    assert temporaries(True) < 0.6 * temporaries(False)

@@ -18,9 +18,10 @@ def available_together(value: Any, other: Any) -> tuple[Any, Any]:
 
 
 @Kernel
-def all_available_after(values: Sequence[Any], others: Sequence[Any]) -> Sequence[Any]:
-    """`values`, which become available together, after all of `others`."""
-    return lax.optimization_barrier((*values, *others))[: len(values)]
+def all_available_together(values: Sequence[Any], others: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """`values` and `others`, which become available together."""
+    results = lax.optimization_barrier((*values, *others))
+    return results[: len(values)], results[len(values) :]
 
 
 @Kernel

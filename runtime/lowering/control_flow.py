@@ -39,7 +39,7 @@ def _call(lowering: Lowering, op: Op, environment: Environment, context: Context
     (graph,) = op.called_graphs
     check_bound(op)
     places, sharing = call_inputs(op, environment), environment.sharing(op)
-    inputs = places
+    inputs: Sequence[Array | PackedSlot] = places
     if lowering.inlines(graph, context, sharing) and context.is_repeated(graph, places):
         with of_op(op), overriding_kernels(lowering.replicas.platform, lowering.hooks.overrides):
             inputs = _inputs_again(op, places, environment, context)

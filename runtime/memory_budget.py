@@ -198,6 +198,8 @@ def plan_within(compiled: Callable[[Any], Compiled], budget: int, told: Callable
     search.try_everything()
     while not search.is_done and len(search.tried) < COMPILATIONS and search.try_next():
         pass
+    if not search.fitting:
+        search.try_smallest()
     return search.result()
 
 
@@ -228,22 +230,31 @@ class _Search:
 
     def try_next(self) -> bool:
         """Compile the next plan. False if there is none that was not tried."""
-        first = self.tried[0][1]
-        solution = self._solved(self._limit())
-        if solution is None or self._is_known(solution):
-            solution = self._solved(None)
+        return any(self._try(limit) for limit in self._limits())
+
+    def try_smallest(self) -> bool:
+        """Compile the plan with the least activations. False if it was tried."""
+        return self._try(None)
+
+    def _try(self, limit: float | None) -> bool:
+        """Compile a plan with at most `limit` bytes of activations. False if there is none that was not tried."""
+        solution = self._solved(limit)
         if solution is None or self._is_known(solution) or solution.bytes > self.tried[0][0].bytes:
             return False  # more than with everything kept: the time to solve was too short
-        self._add(solution, self._compile(first.applied.plan_with(solution.treatments)))
+        self._add(solution, self._compile(self.tried[0][1].applied.plan_with(solution.treatments)))
         return True
+
+    @property
+    def fitting(self) -> list[tuple[Solution, Compiled]]:
+        """Plans within the budget."""
+        return [each for each in self.tried if each[1].memory.device <= self._budget]
 
     def result(self) -> BudgetedPlan:
         """The best plan within the budget."""
-        fitting = [each for each in self.tried if each[1].memory.device <= self._budget]
-        if not fitting:
+        if not self.fitting:
             _, lowest = min(self.tried, key=lambda each: each[1].memory.device)
             raise PopxlError(refusal(lowest.ir, lowest.memory, lowest.applied.model, self._graphs, self._budget))
-        _, best = min(fitting, key=lambda each: each[0].seconds)
+        _, best = min(self.fitting, key=lambda each: each[0].seconds)
         first = self.tried[0][1]
         return BudgetedPlan(
             best.applied.plan, self._budget, best.memory, best.cost, first.memory, first.cost, len(self.tried)
@@ -252,7 +263,8 @@ class _Search:
     def _compile(self, memory: Any) -> Compiled:
         number = len(self.tried) + 1
         before = f", {bytes_text(self.tried[-1][1].memory.device)} the last time" if self.tried else ""
-        with stage(f"{self._title}: program {number} of at most {COMPILATIONS}{before}"):
+        last = f"of at most {COMPILATIONS}" if number <= COMPILATIONS else "with the smallest plan"
+        with stage(f"{self._title}: program {number} {last}{before}"):
             return self._compiled(memory)
 
     def _add(self, solution: Solution, found: Compiled) -> None:
@@ -270,12 +282,12 @@ class _Search:
     def _is_known(self, solution: Solution) -> bool:
         return any(solution.treatments == known.treatments for known, _ in self.tried)
 
-    def _limit(self) -> float:
-        """Bytes of activations for which the peak should be the budget.
+    def _limits(self) -> Iterator[float | None]:
+        """Bytes of activations for which the peak should be the budget; None, as few as possible, if nothing fits yet.
 
         One compiled program shows the memory besides activations. Two also show the weight of an activation byte: XLA
-        reuses memory, so it may be less than one. After a plan above the budget, there is only one more try: its margin
-        grows with the excess of that plan.
+        reuses memory, so it may be less than one. If no plan has as few bytes as that asks for, the weight is one.
+        After a plan above the budget, there is only one more try: its margin grows with the excess of that plan.
         """
         release = self.tried[-1][1].release
         planned = [most_bytes(self._graphs, each.treatments, release) for each, _ in self.tried]
@@ -286,4 +298,8 @@ class _Search:
         above = peaks[-1] / self._budget - 1
         first = 0.86 if release == "call" else 0.93  # noinline calls hold more than is counted
         share = first if len(peaks) == 1 else max(0.95 - 0.75 * max(above, 0.0), 0.7)
-        return planned[-1] + (share * self._budget - peaks[-1]) / weight
+        yield planned[-1] + (share * self._budget - peaks[-1]) / weight
+        if weight < 1.0 and above > 0.0:
+            yield planned[-1] + share * self._budget - peaks[-1]
+        if not self.fitting:
+            yield None

@@ -24,7 +24,7 @@ def plan_memory(
     The plan comes from one integer program over the activations of the graphs that the model calls: sizes, operations
     and bytes are those of the graphs, times those that the published figures of the target give. The program is then
     compiled, and the plan corrected by the memory that the compiler says: three compilations at most, the first with
-    everything kept. Nothing is run.
+    everything kept, and a fourth for the smallest plan if none of these fits. Nothing is run.
 
     Args:
         build: builds the program with the memory plan or policy that it is given, as `train_step(memory=…)` and

@@ -35,6 +35,9 @@ SMALLEST, LARGEST = 128, 512
 MOST_CHANNELS = 256
 """With more channels, blocks would not fit."""
 
+MOST_BLOCKS = 1 << 16
+"""Of more blocks of scores, the kernels compute all: a list of those that a causal mask hides would not fit, either."""
+
 
 def attention_forward(
     queries: Array, keys: Array, values: Array, mask: Array, seed: Array, **how: Any
@@ -124,13 +127,15 @@ def _hidden_blocks(queries: int, keys: int, causal: bool, *, of_keys: bool) -> t
 
     In units of the smallest block, since the library looks at each element. Within a block the function decides.
     """
+    hidden = mask_blocks.MaskInfo(None, None, None, None, None)
     if not causal:
-        return mask_blocks.MaskInfo(None, None, None, None, None), None
-    units = masks.MultiHeadMask([masks.CausalMask((queries // SMALLEST, keys // SMALLEST))])
-    processed = mask_blocks.process_mask_dkv if of_keys else mask_blocks.process_mask
+        return hidden, None
+    units = masks.CausalMask((queries // SMALLEST, keys // SMALLEST))
     blocks = tuple(math.gcd(length, LARGEST) // SMALLEST for length in (queries, keys))
-    hidden, function = processed(units, blocks)
-    return hidden._replace(q_sequence=np.arange(queries, dtype=np.int32)), function
+    if math.prod(units.shape) <= MOST_BLOCKS * math.prod(blocks):
+        processed = mask_blocks.process_mask_dkv if of_keys else mask_blocks.process_mask
+        hidden, _ = processed(masks.MultiHeadMask([units]), blocks)
+    return hidden._replace(q_sequence=np.arange(queries, dtype=np.int32)), units.mask_function
 
 
 def _block(t: Array) -> int:

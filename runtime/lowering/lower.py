@@ -233,8 +233,9 @@ class Lowering:
 
     def inlines(self, graph: Graph, context: Context, sharing: Sharing) -> bool:
         """Whether a call of a graph is lowered to the graph's ops."""
-        effectful = context.channels.running is not None and has_side_effects(graph)
-        return graph not in self._noinline or bool(sharing) or effectful
+        if graph not in self._noinline or sharing:
+            return True
+        return context.channels.running is not None and has_side_effects(graph)
 
     def _inline(
         self, graph: Graph, inputs: Sequence[Array | PackedSlot], context: Context, sharing: Sharing

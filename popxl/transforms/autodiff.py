@@ -411,24 +411,27 @@ def leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
     """Tensors with differentiable paths to provided tensors, also through called graphs: all candidates for required
     gradients."""
     with raised_recursion_limit(FRAMES * nesting(graph)):
-        return _leading_through_calls(graph, provided)
+        return _leading_through_calls(graph, frozenset(provided), {})
 
 
-def _leading_through_calls(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
+def _leading_through_calls(
+    graph: Graph, provided: frozenset[Tensor], known: dict[tuple[Graph, frozenset[Tensor]], set[Tensor]]
+) -> set[Tensor]:
+    """As `leading_to`; `known` has the results so far, so that a graph is not walked through for each of its calls."""
+    if (graph, provided) in known:
+        return known[graph, provided]
     leads = set(provided)
     for op in reversed(graph.ops):
         if leads.isdisjoint(op.outputs):
             continue
         inputs = {t for i, t in enumerate(op.inputs) if passes(op, i)}
-        if is_call(op):
+        if is_call(op) and op.called_graphs[0].derivative is None:
             (run,) = op.runs
-            pairs = zip(run.outputs, op.outputs, strict=False)
-            if run.graph.derivative is not None:
-                leads |= inputs
-                continue
-            within = _leading_through_calls(run.graph, [own for own, t in pairs if t in leads])
+            reached = frozenset(own for own, t in zip(run.outputs, op.outputs, strict=False) if t in leads)
+            within = _leading_through_calls(run.graph, reached, known)
             inputs &= {t for own, t in zip(run.inputs, run.given, strict=False) if own in within}
         leads |= inputs
+    known[graph, provided] = leads
     return leads
 
 

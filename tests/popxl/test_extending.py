@@ -10,6 +10,7 @@ import pytest
 
 import popxl
 import popxl.extend
+from popxl.extend.graphs import leading_to
 from popxl.extend.kernels import Kernel, round_once
 from popxl.extend.ops import OpKind, like_first
 
@@ -78,3 +79,15 @@ def test_halves_are_rounded_once() -> None:
     x = np.array([1.001, 3.37], np.float16)
     exact = x.astype(np.float32) ** 3
     np.testing.assert_array_equal(run(OpKind("ThirdPower", third_power, shape=like_first), x), exact.astype(np.float16))
+
+
+def test_tensors_that_lead_to_others_through_calls_of_calls() -> None:
+    """Calls twice on each of 18 levels, 2¹⁸ in all, take no longer than 18 graphs."""
+    ir = popxl.Ir()
+    spec = popxl.TensorSpec((2,), popxl.float32)
+    graph = ir.create_graph(lambda x, y: (popxl.ops.sin(x), y * 2.0), spec, spec)
+    for _ in range(18):
+        called = graph
+        graph = ir.create_graph(lambda x, y, g=called: popxl.ops.call(g, *popxl.ops.call(g, x, y)), spec, spec)
+    for x, result in zip(graph.inputs, graph.outputs, strict=True):
+        assert leading_to(graph, [result]) & set(graph.inputs) == {x}

@@ -14,7 +14,7 @@ import popxl_addons as addons
 from popxl import ops
 from popxl.analysis.checking import check
 from popxl_addons.ops.replicated_all_reduce_TP import replicated_all_reduce_identical_inputs
-from tests.popxl.test_replication import F32, divided, fed, mesh, update, weight
+from tests.popxl.meshes import F32, divided, fed, mesh, update, weight
 
 c = ops.collectives
 double = popxl.OpKind("Double", lambda t: jnp.flip(t, 0) * 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +13,11 @@ from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from runtime.fake_dependency import computed_after
 
 
-def available_together(value: Any, other: Any) -> tuple[Any, Any]:
-    """Order `value` after `other` with an optimization barrier. XLA drops results of a barrier that nothing reads, and
-    the order with them: read both."""
-    ordered: tuple[Any, Any] = lax.optimization_barrier((value, other))
-    return ordered
+def available_together(values: Sequence[Any], others: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Order `values` after `others` with an optimization barrier. XLA drops results of a barrier that nothing reads,
+    and the order with them: read both."""
+    results = lax.optimization_barrier((*values, *others))
+    return results[: len(values)], results[len(values) :]
 
 
 def in_host_memory(value: Any) -> Any:

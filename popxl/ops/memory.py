@@ -16,7 +16,8 @@ __all__ = ["available_after", "offload", "reload"]
 
 
 def _available_after(t: Any, other: Any) -> Any:
-    return memory.available_together(t, other)[0]
+    (after,), _ = memory.available_together([t], [other])
+    return after
 
 
 available_after_kind = OpKind(

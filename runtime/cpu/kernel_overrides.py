@@ -25,7 +25,6 @@ OVERRIDES: Mapping[Kernel, KernelImpl] = {
     elements.spatial: of_elements.spatial,
     elements.quotient: of_elements.quotient,
     float8.as_factor: float8.decode,
-    memory.all_available_together: recomputation.all_available_together,
     memory.available_together: recomputation.available_together,
     memory.computed_after: computed_after,
     pooling.over_windows: over_windows_by_axes,

@@ -26,7 +26,7 @@ def _available_after(lowering: Lowering, op: Op, environment: Environment, conte
     """
     value, other = map(environment.value_of, op.inputs)
     with of_op(op), overriding_kernels(lowering.replicas.platform, lowering.hooks.overrides):
-        after, same = memory.available_together(value, other)
+        (after,), (same,) = memory.available_together([value], [other])
     environment.write(op.outputs[0], after)
     context.channels.record_computed(after)
     if same is not other:

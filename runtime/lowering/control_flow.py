@@ -54,7 +54,7 @@ def _inputs_again(op: Op, inputs: Sequence[Any], environment: Environment, conte
     """
     around = [t for t in op.graph.inputs if context.inputs and not isinstance(environment.slot_or_value(t), PackedSlot)]
     values = [environment.value_of(t) for t in around]
-    again, same = memory.all_available_together(inputs, values)
+    again, same = memory.available_together(inputs, values)
     for t, before, after in zip(around, values, same, strict=True):
         if after is not before:
             environment.replace_equal(t, after)

@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax import lax
-
 from popxl.ops.kernels.kernel import Kernel
 
 
 @Kernel
-def available_together(value: Any, other: Any) -> tuple[Any, Any]:
-    """`value` and `other`. The compiler must take neither `value` to be available before `other`, nor to equal any
-    earlier value."""
-    return value, other
-
-
-@Kernel
-def all_available_together(values: Sequence[Any], others: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """`values` and `others`, which become available together."""
-    results = lax.optimization_barrier((*values, *others))
-    return results[: len(values)], results[len(values) :]
+def available_together(values: Sequence[Any], others: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """`values` and `others`. The compiler must take no value to be available before `others`, nor to equal any earlier
+    value."""
+    return values, others
 
 
 @Kernel

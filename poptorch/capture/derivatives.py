@@ -7,7 +7,7 @@ results of `forward` and their readers has that as its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -85,7 +85,6 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
     """Collect calls of functions with custom derivatives within a block, during this tracer's capture."""
     found: list[Application] = []
     recorder = tracer.recorder
-
     arguments = _Arguments()
 
     def record_results(context: Any, results: Any) -> None:
@@ -130,13 +129,23 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
 
         return noted
 
+    with _wrapped_methods({"forward": noting_forward, "setup_context": noting_setup}):
+        yield found
+
+
+_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@contextmanager
+def _wrapped_methods(wrappers: Mapping[str, _Wrapper]) -> Iterator[None]:
+    """Wrap methods of all `torch.autograd.Function` subclasses of users, and of those that the block defines."""
     changed = []
 
     def change(function: type) -> None:
         if not function.__module__.startswith("torch."):
-            for name, noting in (("forward", noting_forward), ("setup_context", noting_setup)):
+            for name, wrapper in wrappers.items():
                 if isinstance(method := vars(function).get(name), staticmethod | classmethod):
-                    other = _replaced(method, noting)
+                    other = _replaced(method, wrapper)
                     changed.append((function, name, method, other))
                     setattr(function, name, other)
 
@@ -144,14 +153,14 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
         change(function)
     try:
         with _noting_classes(change):
-            yield found
+            yield
     finally:
         for function, name, method, other in changed:
             if vars(function).get(name) is other:  # and `forward` has not replaced it
                 setattr(function, name, method)
 
 
-def _replaced(method: Any, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+def _replaced(method: Any, by: _Wrapper) -> Any:
     """Wrap the function inside a static method or class method."""
     if isinstance(method, staticmethod):
         return staticmethod(by(method.__func__))

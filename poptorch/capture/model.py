@@ -20,7 +20,7 @@ from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.capture.captured_constants import CapturedConstant
 from poptorch.capture.checkpoints import checkpoints_in_regions
 from poptorch.capture.counters import Tape, recording_number_functions
-from poptorch.capture.derivatives import derive, deriving
+from poptorch.capture.derivatives import Application, derive, deriving
 from poptorch.capture.devices import named_as_cpus
 from poptorch.capture.gradient_hooks import hooks_of, recording_hooks
 from poptorch.capture.graph_breaks import GraphBreaks
@@ -168,20 +168,16 @@ def _capture(
         breaks.begin(input_values, {value: state[key].detach() for key, value in state_values.items()}, trained)
     tracer.hooks += hooks_of(module, state)
     attributes = Attributes(module)
-    with ExitStack() as stack:
-        stack.enter_context(recorder.leaving_numbers())
-        stack.callback(fakes.clear)  # unreferenced tensors are gone before that
-        stack.callback(inputs.clear)
-        on_host = stack.enter_context(_fake_module(tracer, module, fakes, attributes, function, with_scopes))
-        stack.enter_context(not_rebound(module, is_constant_state))
-        stack.enter_context(_patches(tracer))
-        applications = stack.enter_context(deriving(tracer)) if derives else []
-        if derives:
-            stack.enter_context(recording_hooks(tracer))
-        stack.enter_context(tracer.listening())
-        if tape is not None and module is not None:
-            stack.enter_context(recording_number_functions(on_host.namespaces))
-            _insert_counters(module, tape)
+    with (
+        recorder.leaving_numbers(),
+        _cleared(fakes, inputs),  # unreferenced tensors are gone before that
+        _fake_module(tracer, module, fakes, attributes, function, with_scopes) as on_host,
+        not_rebound(module, is_constant_state),
+        _patches(tracer),
+        _derivatives(tracer, derives) as applications,
+        tracer.listening(),
+        _counters(module, tape, on_host),
+    ):
         with _located_errors(recorder):
             result = forward(list(inputs))
         changed = {name: was for name, was in attributes.counting().items() if f"model.{name}" not in on_host.apart}
@@ -253,6 +249,36 @@ def _fake_module(
             if with_scopes:
                 stack.enter_context(_scopes(module, tracer.recorder.scopes))
         yield tracer.host_state
+
+
+@contextmanager
+def _cleared(fakes: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        inputs.clear()
+        fakes.clear()
+
+
+@contextmanager
+def _derivatives(tracer: Tracer, derives: bool) -> Iterator[list[Application]]:
+    """Collect custom derivatives and hooks of gradients in a block; neither, if nothing is differentiated."""
+    if not derives:
+        yield []
+        return
+    with deriving(tracer) as applications, recording_hooks(tracer):
+        yield applications
+
+
+@contextmanager
+def _counters(module: torch.nn.Module | None, tape: Tape | None, host: HostState) -> Iterator[None]:
+    """Record the arithmetic on the tape's numbers in a block, with counters in place of them."""
+    if tape is None or module is None:
+        yield
+        return
+    with recording_number_functions(host.namespaces):
+        _insert_counters(module, tape)
+        yield
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import FrameType
@@ -44,6 +44,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "answering_for_devices",
+    "arguments_of",
     "become",
     "checkpoints_run_by",
     "decomposition",
@@ -327,3 +328,14 @@ def written_arguments(op: torch._ops.OpOverload) -> tuple[str, ...]:
     """Names of arguments that an op overwrites, with `input` for PyTorch's `self`."""
     written = (a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     return tuple("input" if name == "self" else name for name in written)
+
+
+_IRRELEVANT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
+"""Arguments of ops that do not change a number here."""
+
+
+def arguments_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Relevant op arguments by name, with `input` for PyTorch's `self`, as in its functions."""
+    names = ("input" if a.name == "self" else a.name for a in op._schema.arguments)
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return {name: value for name, value in given.items() if name not in _IRRELEVANT}

@@ -35,6 +35,7 @@ from poptorch.capture.torch_private import (
     NORMS,
     UNREADABLE,
     FakeTensor,
+    arguments_of,
     decomposition,
     fake_mode,
     hears_functions,
@@ -326,7 +327,7 @@ class Tracer:
             and (places := masks_to_indices(self, args[1]))
         ):
             args = (args[0], places, *args[2:])
-        given = _by_name(op, args, kwargs)
+        given = arguments_of(op, args, kwargs)
         generator = given.pop("generator", None)
         if generator is not None and generator is not torch.default_generator:
             with self.op_interceptor:  # ops get a proxy of the user's generator, which is another object
@@ -335,21 +336,9 @@ class Tracer:
         name = f"{op.namespace}.{op._opname}"
         if written and name not in _OVERWRITING and not name.endswith("__"):
             name = name.removesuffix("_")
-        is_part = self.differentiates and op in NORMS  # its statistics are functions of the input, to derivatives
-        moves = torch.Tag.inplace_view in op.tags
-        changes = [*written] == ["input"] and not moves and name not in _OVERWRITING
-        made_of = sequential_update(op, args[0]) if changes and isinstance(args[0], torch.Tensor) else None
-        if made_of is None and (is_part or not self._lowered(name, op._overloadname)):
-            made_of = decomposition(op)
-        if made_of is not None:
-            with self.recorder.recording_decomposition() as whole, self.op_interceptor:
-                results = made_of(*args, **kwargs)
-                if all(result.alias_info is None for result in op._schema.returns):  # where the parts give a view
-                    results = pytree.tree_map(lambda t: t.clone() if shares_storage(t, given) else t, results)
-                made = results[:1] if is_part else results
-                whole += [t for t in pytree.tree_leaves([made, *written.values()]) if isinstance(t, torch.Tensor)]
-            if results is not NotImplemented:
-                return results
+        results = self._decomposed(op, name, args, kwargs, given, written)
+        if results is not NotImplemented:
+            return results
         plain = [t for t in pytree.tree_leaves(written) if not isinstance(t, FakeTensor)]
         try:
             results = self._on_stand_ins(op, args, kwargs, plain) if plain else op(*args, **kwargs)
@@ -362,23 +351,52 @@ class Tracer:
             if results is None and not self.may_break_graph:
                 raise
             return self.break_graph(op, args, kwargs) if results is None else results
-        if moves:
+        if torch.Tag.inplace_view in op.tags:
             self.recorder.moved(args[0])
-        if moves or name == "aten.as_strided":
-            return results  # its layout is known when it is read
-        if written:
+        elif written:
             self._record_written(name, op._overloadname, given, written, results)
-        elif any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(results)):  # and no plain value
-            node = self.recorder.node(name, op._overloadname, given)
-            if name == "aten.lift_fresh":  # `torch.tensor` does so, and types of the host, such as `torch.LongTensor`
-                if is_of_type := hears_functions(self.function_interceptor):  # which is no function
-                    self.recorder.host.created.add(node)
-                node.is_on_host = is_of_type or self.recorder.makes_on_host
-            # A lazy conjugate or negation is materialised in a clone, below autograd.
-            is_resolved = name == "aten.clone" and (args[0].is_conj() or args[0].is_neg()) and torch.is_grad_enabled()
-            if not self.recorder.views(node, given, results):
-                self.recorder.results(node, results, says_no=not is_resolved)
+        elif name != "aten.as_strided":  # whose layout is known when it is read
+            self._record_new(name, op._overloadname, given, args, results)
         return results
+
+    def _decomposed(
+        self,
+        op: torch._ops.OpOverload,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        given: Mapping[str, Any],
+        written: Mapping[str, Any],
+    ) -> Any:
+        """Results of an op that is recorded as its decomposition; `NotImplemented` for others."""
+        is_part = self.differentiates and op in NORMS  # its statistics are functions of the input, to derivatives
+        updates = [*written] == ["input"] and torch.Tag.inplace_view not in op.tags and name not in _OVERWRITING
+        made_of = sequential_update(op, args[0]) if updates and isinstance(args[0], torch.Tensor) else None
+        if made_of is None and (is_part or not self._lowered(name, op._overloadname)):
+            made_of = decomposition(op)
+        if made_of is None:
+            return NotImplemented
+        with self.recorder.recording_decomposition() as whole, self.op_interceptor:
+            results = made_of(*args, **kwargs)
+            if all(result.alias_info is None for result in op._schema.returns):  # where the parts give a view
+                results = pytree.tree_map(lambda t: t.clone() if shares_storage(t, given) else t, results)
+            made = results[:1] if is_part else results
+            whole += [t for t in pytree.tree_leaves([made, *written.values()]) if isinstance(t, torch.Tensor)]
+        return results
+
+    def _record_new(self, name: str, overload: str, given: Mapping[str, Any], args: Any, results: Any) -> None:
+        """Record an op that returns new tensors or views; nothing for one that returns plain values."""
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(results)):
+            return
+        node = self.recorder.node(name, overload, given)
+        if name == "aten.lift_fresh":  # `torch.tensor` does so, and types of the host, such as `torch.LongTensor`
+            if is_of_type := hears_functions(self.function_interceptor):  # which is no function
+                self.recorder.host.created.add(node)
+            node.is_on_host = is_of_type or self.recorder.makes_on_host
+        # A lazy conjugate or negation is materialised in a clone, below autograd.
+        is_resolved = name == "aten.clone" and (args[0].is_conj() or args[0].is_neg()) and torch.is_grad_enabled()
+        if not self.recorder.views(node, given, results):
+            self.recorder.results(node, results, says_no=not is_resolved)
 
     def _record_written(
         self, name: str, overload: str, given: Mapping[str, Any], written: Mapping[str, Any], results: Any
@@ -454,17 +472,6 @@ class Tracer:
         back = {id(other): t for other, t in zip(others.values(), plain, strict=True)}
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: others.get(id(t), t), (args, kwargs))
         return pytree.tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), op(*args, **kwargs))
-
-
-_IRRELEVANT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
-"""Arguments of ops that do not change a number here."""
-
-
-def _by_name(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Relevant op arguments by name, with `input` for PyTorch's `self`, as in its functions."""
-    names = ("input" if a.name == "self" else a.name for a in op._schema.arguments)
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    return {name: value for name, value in given.items() if name not in _IRRELEVANT}
 
 
 _NEVER_CUT = (torch.Tensor.data_ptr, torch.Tensor.__format__)

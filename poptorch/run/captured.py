@@ -63,52 +63,13 @@ def captured_model(
             not fit the options.
     """
 
-    def once(breaks: GraphBreaks | None, tape: Tape | None = None) -> tuple[Captured, OutputStructure, CaptureContext]:
-        # Both of the last time that it ran, as it may have to run again.
-        answers: list[OutputStructure] = []
-        overwritten: list[str] = []
-
-        def forward(tensors: list[torch.Tensor]) -> Any:
-            args, kwargs = signature.arguments(tensors, hides=True)
-            objects = signature.objects(args, kwargs)
-            named = signature.named(args, kwargs)
-            before = copy_containers(named)
-            changes = SideEffects(objects)
-            result = model(*args, **kwargs)
-            changed = changes.changed_attributes()
-            overwritten[:] = [name for name, value in named.items() if not is_unchanged(before[name], value)]
-            answers[:] = [OutputStructure(result, changed, objects)]
-            return result, changed
-
-        with substituting(), capturing(options.execution_strategy) as ambient:
-            captured = capture(
-                forward,
-                places,
-                module,
-                ambient=ambient,
-                lowered=has_lowering,
-                flatten=lambda returned: answers[0].tensors(returned),
-                grouped=grouped,
-                excludes=options.source_location_excludes,
-                with_scopes=options.module_namescope_enabled,
-                breaks=breaks,
-                derives=training,
-                function=model if module is None else None,
-                tape=tape,
-            )
-        _warn_of_arguments(overwritten, module, model)
-        return captured, answers[0], ambient
-
+    once = partial(_captured_once, model, module, signature, places, options, training, grouped)
     captured, answer, ambient = once(breaks)
     has_breaks = breaks is not None and bool(breaks.found)
     if not has_breaks and (counting := _counting(captured, partial(once, None), counts)) is not None:
         captured, answer, ambient = counting
     _warn_of_carried(captured, module)
-    for text in _on_host(captured):
-        if warned is None or text not in warned:
-            logger.warning("%s", text)
-        if warned is not None:
-            warned.add(text)
+    _warn_of_host(captured, set() if warned is None else warned)
     if training and captured.hooks:
         raise hook_problem(captured.hooks[0])
     given = set(map(id, captured.trace.inputs))
@@ -125,10 +86,59 @@ def captured_model(
     return captured, answer
 
 
+_Capture = tuple[Captured, OutputStructure, CaptureContext]
+
+
+def _captured_once(
+    model: Callable[..., Any],
+    module: torch.nn.Module | None,
+    signature: Signature,
+    places: Sequence[TensorLayout],
+    options: Options,
+    training: bool,
+    grouped: list[str],
+    breaks: GraphBreaks | None,
+    tape: Tape | None = None,
+) -> _Capture:
+    """Capture, its output structure and its placement; warns of arguments that the model overwrites."""
+    # Both of the last time that `forward` ran, as it may have to run again.
+    answers: list[OutputStructure] = []
+    overwritten: list[str] = []
+
+    def forward(tensors: list[torch.Tensor]) -> Any:
+        args, kwargs = signature.arguments(tensors, hides=True)
+        objects = signature.objects(args, kwargs)
+        named = signature.named(args, kwargs)
+        before = copy_containers(named)
+        changes = SideEffects(objects)
+        result = model(*args, **kwargs)
+        changed = changes.changed_attributes()
+        overwritten[:] = [name for name, value in named.items() if not is_unchanged(before[name], value)]
+        answers[:] = [OutputStructure(result, changed, objects)]
+        return result, changed
+
+    with substituting(), capturing(options.execution_strategy) as ambient:
+        captured = capture(
+            forward,
+            places,
+            module,
+            ambient=ambient,
+            lowered=has_lowering,
+            flatten=lambda returned: answers[0].tensors(returned),
+            grouped=grouped,
+            excludes=options.source_location_excludes,
+            with_scopes=options.module_namescope_enabled,
+            breaks=breaks,
+            derives=training,
+            function=model if module is None else None,
+            tape=tape,
+        )
+    _warn_of_arguments(overwritten, module, model)
+    return captured, answers[0], ambient
+
+
 _MOST_CAPTURES = 16
 """How often a model is captured, until it is known what it does with the numbers that it changes."""
-
-_Capture = tuple[Captured, OutputStructure, CaptureContext]
 
 
 def _counting(plain: Captured, capture: Callable[[Tape], _Capture], counts: Collection[str] | None) -> _Capture | None:
@@ -236,6 +246,14 @@ def _warn_of_arguments(names: Sequence[str], module: torch.nn.Module | None, mod
 
 _MOST_WARNINGS = 3
 """Maximum number of an object's further tensors with a warning each."""
+
+
+def _warn_of_host(captured: Captured, warned: set[str]) -> None:
+    """Warn, once per text, about host tensors."""
+    for text in _on_host(captured):
+        if text not in warned:
+            warned.add(text)
+            logger.warning("%s", text)
 
 
 def _on_host(captured: Captured) -> Iterator[str]:

@@ -117,28 +117,9 @@ def train_step(
     """
     streams = _checked_streams(module, inputs)
     accumulate = integer(accumulate, "train_step: `accumulate`")
-    if accumulate < 1 or (accumulate > 1 and len(streams) < len(inputs)):
-        raise ValueError(
-            f"train_step: `accumulate` is {accumulate}; expected 1 or more, and streams as inputs if it is more: each "
-            "micro-batch is another."
-        )
-    if sharded and variables is not None:
-        raise ValueError("train_step: `sharded` says how variables are made, and there are `variables`. Leave one out.")
-    if not isinstance(precision, MixedPrecision | None):
-        raise TypeError(f"train_step: `precision` is {precision!r}; expected `MixedPrecision(...)`, or None.")
-    ir = popxl.gir()
-    asked = asked_memory()
-    if memory is None or is_budget(memory):  # left open
-        if asked is not None:
-            memory = asked.memory
-        elif memory is not None:
-            if variables is not None or any(isinstance(each, popxl.Tensor) for each in (*inputs, loss_scaling)):
-                raise ValueError(
-                    "train_step: a budget as `memory` builds the step apart, from streams and variables of its own, "
-                    "and there are tensors among the arguments. Take the plan of `plan_memory` as `memory`."
-                )
-            how = {"accumulate": accumulate, "precision": precision, "loss_scaling": loss_scaling, "sharded": sharded}
-            memory = _planned_apart(module, streams, memory, optimizer=optimizer, **how, **settings)
+    _check_settings(accumulate, len(streams) == len(inputs), sharded, variables, precision)
+    how = {"accumulate": accumulate, "precision": precision, "loss_scaling": loss_scaling, "sharded": sharded}
+    memory = _chosen_memory(memory, module, inputs, variables, optimizer=optimizer, **how, **settings)
     if loss_scaling is None:
         loss_scaling = DynamicLossScaling() if precision and precision.dtype is popxl.float16 else 1.0
     with popxl.in_sequence():
@@ -168,11 +149,55 @@ def train_step(
             name: g if forward.args[name].meta_shape else _mean_gradient(g, variables[name])
             for name, g in found.to_dict().items()
         }
-        if ir.replication_factor > 1:
+        if popxl.gir().replication_factor > 1:
             mean = ops.collectives.replicated_all_reduce(mean, "mean")
         trained = NamedTensors.from_dict({name: variables[name] for name in gradients})
         state = optimizer(trained, gradients, loss_scaling=scale)
     return Training(mean, variables, state, None if planned is None or memory is None else planned.plan)
+
+
+def _checked_streams(module: Any, inputs: Sequence[Any]) -> list[popxl.HostToDeviceStream]:
+    """The streams among the inputs. `TypeError` unless a module has streams and tensors for inputs."""
+    if not isinstance(module, Module):
+        raise TypeError(f"train_step: `module` must be a Module; got {module!r} ({type(module).__name__}).")
+    for i, each in enumerate(inputs):
+        if not isinstance(each, popxl.HostToDeviceStream | popxl.Tensor):
+            raise TypeError(
+                f"train_step: `inputs[{i}]` must be a HostToDeviceStream, which `popxl.h2d_stream` makes, or a Tensor; "
+                f"got {each!r} ({type(each).__name__})."
+            )
+    return [each for each in inputs if isinstance(each, popxl.HostToDeviceStream)]
+
+
+def _check_settings(accumulate: int, only_streams: bool, sharded: bool, variables: Any, precision: Any) -> None:
+    if accumulate < 1 or (accumulate > 1 and not only_streams):
+        raise ValueError(
+            f"train_step: `accumulate` is {accumulate}; expected 1 or more, and streams as inputs if it is more: each "
+            "micro-batch is another."
+        )
+    if sharded and variables is not None:
+        raise ValueError("train_step: `sharded` says how variables are made, and there are `variables`. Leave one out.")
+    if not isinstance(precision, MixedPrecision | None):
+        raise TypeError(f"train_step: `precision` is {precision!r}; expected `MixedPrecision(...)`, or None.")
+
+
+def _chosen_memory(
+    memory: Any, module: Module, inputs: Sequence[Any], variables: NamedTensors | None, **arguments: Any
+) -> Any:
+    """The memory plan or policy of a step, if any: the given one; or, where that is left open, that of the planner
+    which builds the step; or a new plan within the given budget."""
+    if memory is not None and not is_budget(memory):
+        return memory
+    if (asked := asked_memory()) is not None:
+        return asked.memory
+    if memory is None:
+        return None
+    if variables is not None or any(isinstance(each, popxl.Tensor) for each in (*inputs, arguments["loss_scaling"])):
+        raise ValueError(
+            "train_step: a budget as `memory` builds the step apart, from streams and variables of its own, "
+            "and there are tensors among the arguments. Take the plan of `plan_memory` as `memory`."
+        )
+    return _planned_apart(module, inputs, memory, **arguments)
 
 
 def _planned_apart(
@@ -201,19 +226,6 @@ def _planned_apart(
     finally:
         np.random.set_state(drawn)
     return plan
-
-
-def _checked_streams(module: Any, inputs: Sequence[Any]) -> list[popxl.HostToDeviceStream]:
-    """The streams among the inputs. `TypeError` unless a module has streams and tensors for inputs."""
-    if not isinstance(module, Module):
-        raise TypeError(f"train_step: `module` must be a Module; got {module!r} ({type(module).__name__}).")
-    for i, each in enumerate(inputs):
-        if not isinstance(each, popxl.HostToDeviceStream | popxl.Tensor):
-            raise TypeError(
-                f"train_step: `inputs[{i}]` must be a HostToDeviceStream, which `popxl.h2d_stream` makes, or a Tensor; "
-                f"got {each!r} ({type(each).__name__})."
-            )
-    return [each for each in inputs if isinstance(each, popxl.HostToDeviceStream)]
 
 
 def _check(module: Module, forward: GraphWithNamedArgs) -> None:

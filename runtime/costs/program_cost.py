@@ -57,7 +57,6 @@ def cost_of(program: CompiledProgram) -> Cost:
     step = None if steps is None or estimate is None else steps.timeline(estimate)
     graphs = tuple(graphs_of(account, host, figures, count, price, step))
 
-    cycles = total.cycles
     collectives = _by_kind(account.collectives)
     ipus: tuple[IpuCost, ...] = ()
     if len(program.layout.ipus) > 1:
@@ -65,9 +64,6 @@ def cost_of(program: CompiledProgram) -> Cost:
         collectives[COPY] = CollectiveCost(count=timing.copies, bytes=timing.copied_bytes)
         busy = {ipu: timing.busy[ipu] if figures is not None else None for ipu in program.layout.ipus}
         ipus = tuple(IpuCost(ipu=ipu, seconds=each) for ipu, each in busy.items())
-        if isinstance(figures, Tpu):
-            clock = figures.clock
-            cycles = round(clock * _timing(program, figures, lambda each: parts[each].total.cycles / clock).seconds)
     return Cost(
         name=f"Ir[id={program.layout.main.ir.id}]",
         chip=figures.name if figures is not None else program.layout.devices[0].device_kind,
@@ -78,7 +74,7 @@ def cost_of(program: CompiledProgram) -> Cost:
         copies=total.copies,
         collectives=collectives,
         uses=_by_line(account.collectives, count),
-        cycles=cycles if program.layout.compile_target.platform == "tpu" else None,
+        cycles=_cycles(program, figures, account, parts),
         compile_seconds=program.seconds,
         graphs=graphs,
         seconds=estimate,
@@ -89,6 +85,18 @@ def cost_of(program: CompiledProgram) -> Cost:
         **_by_name(modules, _variables(program)),
         **_utilisation(total, figures, estimate, len(program.layout.devices), len(program.layout.ipus)),
     )
+
+
+def _cycles(
+    program: CompiledProgram, figures: Chip | None, account: Account, parts: Mapping[Structure, Account]
+) -> int | None:
+    """Clock cycles of a run on TPUs, by XLA; several IPUs work side by side. `None` for other platforms."""
+    if program.layout.compile_target.platform != "tpu":
+        return None
+    if len(program.layout.ipus) == 1 or not isinstance(figures, Tpu):
+        return account.total.cycles
+    clock = figures.clock
+    return round(clock * _timing(program, figures, lambda each: parts[each].total.cycles / clock).seconds)
 
 
 def _utilisation(

@@ -198,21 +198,11 @@ class CheckpointSession(popxl.Session):
         """
         instance = launched() or Instance()
         number, count = instance.instance_index, instance.num_instances
-        problem: BaseException | None = None
-        begun: tuple[Path, Callable[[], None]] = Path(), lambda: None
-        try:
+        with self._joint("TaskSession.save_checkpoint", True, f"`{place}` has not been begun") as (said, told):
             self._writer.check()
             if number == 0:
-                begun = self._start_checkpoint(stack, place, format, arrays)
-        except BaseException as raised:  # any error: the other processes wait for the report
-            problem = raised
-        directory, write = begun
-        said = {"directory": str(directory), "problem": problem and f"{type(problem).__name__}: {problem}"}
-        told = self._meet("TaskSession.save_checkpoint", said)
-        if problem is not None:
-            raise problem
-        if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(told) if each["problem"]]:
-            raise PopxlRuntimeError(f"TaskSession.save_checkpoint: `{place}` has not been begun. {' '.join(problems)}")
+                directory, write = self._start_checkpoint(stack, place, format, arrays)
+                said["directory"] = str(directory)
         share = sharded_arrays.ShardWriter(Path(told[0]["directory"]), number, count, self._key_value_store)
         with share.reporting_failures():
             parts = self._saved_parts([*divided.values()])
@@ -310,7 +300,7 @@ class CheckpointSession(popxl.Session):
         share = (instance.instance_index, instance.num_instances) if together else (0, 1)
         what = f"TaskSession.load_checkpoint, from `{place}`"
         with ExitStack() as opened:
-            with self._joint(what, together, "nothing has been loaded") as said, ExitStack() as stack:
+            with self._joint(what, together, "nothing has been loaded") as (said, _), ExitStack() as stack:
                 directory = stack.enter_context(checkpoint.located(place, *share))
                 said["mark"] = checkpoint.mark_of(directory)
                 info = checkpoint.read_info(directory)
@@ -341,9 +331,13 @@ class CheckpointSession(popxl.Session):
         self.session_state = info
 
     @contextmanager
-    def _joint(self, what: str, together: bool, otherwise: str) -> Iterator[dict[str, str]]:
+    def _joint(
+        self, what: str, together: bool, otherwise: str
+    ) -> Iterator[tuple[dict[str, str], list[dict[str, Any]]]]:
         """Per-process block in distributed programs, with a barrier at its end: failures in one process, and differing
         `mark` payloads, raise in all.
+
+        The block fills the payload of its process. Those of all are in the list, once the block has ended.
 
         Args:
             what: description of the barrier.
@@ -351,14 +345,14 @@ class CheckpointSession(popxl.Session):
             otherwise: description of the state after an error in another process.
         """
         said: dict[str, str] = {}
+        told: list[dict[str, Any]] = []
         problem: BaseException | None = None
         try:
-            yield said
+            yield said, told
         except BaseException as raised:  # any error: the other processes wait for the report
             problem = raised
-        told = (
-            self._meet(what, said | {"problem": problem and f"{type(problem).__name__}: {problem}"}) if together else []
-        )
+        if together:
+            told += self._meet(what, said | {"problem": problem and f"{type(problem).__name__}: {problem}"})
         if problem is not None:
             raise problem
         if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(told) if each["problem"]]:

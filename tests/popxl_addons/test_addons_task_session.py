@@ -329,7 +329,7 @@ def test_processes_that_find_different_checkpoints(tmp_path, monkeypatch):
     session = make()
     monkeypatch.setattr(session, "_meet", lambda what, said: [said, {"mark": "other", "problem": None}])
     with pytest.raises(ReplacedError, match="nothing is loaded.*different checkpoints"):
-        with session._joint("here", True, "nothing is loaded") as said:
+        with session._joint("here", True, "nothing is loaded") as (said, _):
             said["mark"] = "own"
 
 

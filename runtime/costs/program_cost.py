@@ -38,7 +38,6 @@ def cost_of(program: CompiledProgram) -> Cost:
     figures = chip_of(program)
     host = _host_traffic(program)
     count = program.layout.replicas.count
-    total = account.total
     price = None if figures is None else pricer(figures, places_of(figures, program.layout.replicas.devices))
     steps = None if figures is None or price is None else _Steps(program, modules, figures, price)
 
@@ -57,23 +56,18 @@ def cost_of(program: CompiledProgram) -> Cost:
     step = None if steps is None or estimate is None else steps.timeline(estimate)
     graphs = tuple(graphs_of(account, host, figures, count, price, step))
 
-    collectives = _by_kind(account.collectives)
+    counted = _counted(account, modules, _variables(program), count)
     ipus: tuple[IpuCost, ...] = ()
     if len(program.layout.ipus) > 1:
         timing = timed()
-        collectives[COPY] = CollectiveCost(count=timing.copies, bytes=timing.copied_bytes)
+        counted["collectives"][COPY] = CollectiveCost(count=timing.copies, bytes=timing.copied_bytes)
         busy = {ipu: timing.busy[ipu] if figures is not None else None for ipu in program.layout.ipus}
         ipus = tuple(IpuCost(ipu=ipu, seconds=each) for ipu, each in busy.items())
     return Cost(
         name=f"Ir[id={program.layout.main.ir.id}]",
         chip=figures.name if figures is not None else program.layout.devices[0].device_kind,
         **_sizes(program),
-        flops=total.flops,
-        bytes_accessed=total.bytes,
-        kernels=total.kernels,
-        copies=total.copies,
-        collectives=collectives,
-        uses=_by_line(account.collectives, count),
+        **counted,
         cycles=_cycles(program, figures, account, parts),
         compile_seconds=program.seconds,
         graphs=graphs,
@@ -82,8 +76,7 @@ def cost_of(program: CompiledProgram) -> Cost:
         precisions={} if figures is None else precisions_of(account, figures, seconds),
         step=step,
         axes=axes_of(program, figures, account.collectives, price),
-        **_by_name(modules, _variables(program)),
-        **_utilisation(total, figures, estimate, len(program.layout.devices), len(program.layout.ipus)),
+        **_utilisation(account.total, figures, estimate, len(program.layout.devices), len(program.layout.ipus)),
     )
 
 
@@ -165,7 +158,6 @@ def cost_of_executable(
         kind: JAX's name of the kind of device.
     """
     account = account_of(module)
-    total = account.total
     price = None if figures is None else pricer(figures, places_of(figures, devices))
     count = len(devices)
 
@@ -189,20 +181,14 @@ def cost_of_executable(
         temporary_bytes=sizes.temp_size_in_bytes,
         alias_bytes=sizes.alias_size_in_bytes,
         host_bytes=sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes,
-        flops=total.flops,
-        bytes_accessed=total.bytes,
-        kernels=total.kernels,
-        copies=total.copies,
-        collectives=_by_kind(account.collectives),
-        uses=_by_line(account.collectives, count),
-        cycles=total.cycles if isinstance(figures, Tpu) else None,
+        **_counted(account, [(module, 1)], {}, count),
+        cycles=account.total.cycles if isinstance(figures, Tpu) else None,
         compile_seconds=seconds,
         graphs=graphs,
         seconds=None if step is None else step.seconds,
         precisions={} if figures is None else precisions_of(account, figures, run_seconds),
         step=step,
-        **_by_name([(module, 1)], {}),
-        **_utilisation(total, figures, None if step is None else step.seconds, count),
+        **_utilisation(account.total, figures, None if step is None else step.seconds, count),
     )
 
 
@@ -238,10 +224,23 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
-def _by_name(modules: Sequence[tuple[Module, int]], names: Mapping[str, str]) -> dict[str, Any]:
-    """Costs of lines and sizes of arguments."""
+def _counted(
+    account: Account, modules: Sequence[tuple[Module, int]], names: Mapping[str, str], replicas: int
+) -> dict[str, Any]:
+    """Figures that compiled code has on any chip: work, communication, costs of lines, sizes of arguments."""
+    total = account.total
     arguments, overwritten = arguments_of(modules, names)
-    return {"lines": lines_of(modules), "arguments": arguments, "overwritten": overwritten}
+    return {
+        "flops": total.flops,
+        "bytes_accessed": total.bytes,
+        "kernels": total.kernels,
+        "copies": total.copies,
+        "collectives": _by_kind(account.collectives),
+        "uses": _by_line(account.collectives, replicas),
+        "lines": lines_of(modules),
+        "arguments": arguments,
+        "overwritten": overwritten,
+    }
 
 
 def host_copies_of(program: CompiledProgram) -> HostCopies:

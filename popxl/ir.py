@@ -193,7 +193,7 @@ class Ir(NotCopyable):
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes along which replicas stand, the outermost first, with their sizes; empty if they have no names."""
+        """Sizes of the named axes of replicas, by name, the outermost first; empty without names."""
         return {} if self._axes is None else dict(self._axes.sizes)  # without that of the IPUs
 
     @property
@@ -361,7 +361,7 @@ class Ir(NotCopyable):
         """
         return grouping_from_assignments(self, assignment)
 
-    # In a file ------------------------------------------------------------------------------------------------------
+    # Files ----------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the program to a file: graphs, and host values of variables and constants.
@@ -396,7 +396,7 @@ class Ir(NotCopyable):
         reading.load(path, ir)
         return ir
 
-    # Looking at it --------------------------------------------------------------------------------------------------
+    # Inspection -----------------------------------------------------------------------------------------------------
 
     def memory(self) -> Memory:
         """Peak memory per replica, with contributing steps, computed without compilation.
@@ -486,8 +486,8 @@ class Ir(NotCopyable):
         return f"Ir[id={self.id}]"
 
     def __str__(self) -> str:
-        stand = [] if self._axes is None else [f"replicas: {self._axes}"]
-        return "\n\n".join([*stand, *(definition(graph) for graph in self.graphs)])
+        axes = [] if self._axes is None else [f"replicas: {self._axes}"]
+        return "\n\n".join([*axes, *(definition(graph) for graph in self.graphs)])
 
     def _repr_html_(self) -> str:
         return self.main_graph._repr_html_()

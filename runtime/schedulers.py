@@ -1,7 +1,7 @@
 """Detection of schedulers that started this process among several: Slurm, Kubernetes, Open MPI, TPU pods.
 
-JAX reads each scheduler's environment. It is read only if a program or `poprun` asks for it. There is no launcher then;
-processes meet at JAX's own service, which the first of them runs.
+JAX reads each scheduler's environment, only if a program or `poprun` asks for it. Without a launcher, processes
+connect through JAX's own service, which the first of them runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from popxl.errors import PopxlError, PopxlRuntimeError
 from runtime.jax_private import schedulers
 
 SCHEDULER = "POPDIST_SCHEDULER"
-"""Environment variable: which scheduler to ask, by JAX's name of it; `none` for none."""
+"""Environment variable with the name of the scheduler to ask; `none` for none."""
 
 NAMES = {
     "slurm": "SlurmCluster",
@@ -28,10 +28,10 @@ NAMES = {
     "gcetpu": "GceTpuCluster",
     "gketpu": "GkeTpuCluster",
 }
-"""The schedulers that are known here, and what JAX calls them."""
+"""Known schedulers, with JAX's names of them."""
 
 TIMEOUT = 300.0
-"""For how many seconds processes wait for each other."""
+"""Seconds that processes wait for each other."""
 
 
 def scheduled(

@@ -59,7 +59,7 @@ def own_derivative(results: Tensors, inputs: Tensors, backward: Trace, numbers: 
 def _gradients(
     forward: Forward, gs: Sequence[popxl.Tensor | None], *, backward: Trace, numbers: Sequence[int], name: str
 ) -> dict[int, popxl.Tensor]:
-    """Gradients of the inputs, which follow as many operands as the forward op has results."""
+    """Gradients of the inputs: the operands of the forward op that come after its results."""
     first = len(numbers)
     by_number = dict(zip(numbers, gs, strict=True))
     specs = backward.inputs[: len(backward.inputs) - len(backward.outer)]
@@ -79,7 +79,7 @@ _own_derivative = OpKind(
     gradient=lambda forward, gs: _backward[forward.op](forward, gs),
     key="poptorch.OwnDerivative",
 )
-"""An op that returns the first of what it is given. Its gradient is known as long as the program is written."""
+"""An op that returns its first operands. Its gradient is known only while the program is being written."""
 
 
 # Host functions -------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ _custom["poptorch.custom_ops.FastGatherLastDim"] = _gathered
 # For runs op by op ----------------------------------------------------------------------------------------------------
 
 WATCH = "poptorch.Watch"
-"""The custom op that looks for NaN, where no op would make any."""
+"""Name of the custom op that looks for NaN in operands of comparisons, which make none."""
 
 
 class _ComparedNaN(PopxlError, DeviceError):

@@ -132,7 +132,7 @@ def _described(
     spec = TensorSpec(shape[1:] if groups > 1 else shape, dtype or initial.dtype)
     initial.check_held_by(spec.dtype, "variable: `data`")
     t: Variable = graph.new_tensor(name, spec, Variable)
-    t.begins_with(initial)
+    t.set_initial(initial)
     return _configure_variable(t, grouping, retrieval_mode)
 
 

@@ -148,7 +148,7 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def on_replica(self) -> Tensor:
-        """What each replica holds of the tensor: the tensor itself, or the shard of a sharded variable."""
+        """The tensor on one replica: itself, or the shard of a sharded variable."""
         return self
 
     @property
@@ -255,11 +255,11 @@ class Tensor(CopyIsSelf, Operators):
         return self._used_at
 
     def set_location(self, ipu: int | None, io_tiles: bool | None) -> None:
-        """Note where the tensor is, whichever ops use it."""
+        """Record the location, whichever ops use the tensor."""
         self._used_at = (ipu, io_tiles)
 
     def bound_to(self, parent: Tensor) -> None:
-        """Note that a call site binds a tensor of the caller to this graph input."""
+        """Record the first tensor of a caller that a call site binds to this graph input."""
         if self._bound is None:
             self._bound = weakref.ref(parent)
 
@@ -389,7 +389,7 @@ class Variable(Tensor, tensor_type="Variable"):
             return np.array(data)
         return initial.numbers(self.dtype)
 
-    def begins_with(self, initial: Initial) -> None:
+    def set_initial(self, initial: Initial) -> None:
         """Describe the initial value, in place of a host copy."""
         self._data, self.initial = None, initial
 

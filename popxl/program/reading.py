@@ -240,7 +240,7 @@ class _Reader:
             initial = SavedInitial.model_validate({"initial": saved.begins}).initial
             check(initial.is_complete, f"{t!r} begins with a file of the machine that it was saved on")
             check(initial.shape == t.shape_on_host, f"{t!r} begins with the shape {initial.shape}")
-            t.begins_with(initial)
+            t.set_initial(initial)
         elif isinstance(t, Variable | Constant):
             wanted, array = t.dtype.as_numpy(), self._arrays[t.id]
             check(array.dtype == (np.uint8 if wanted.names else wanted), f"{t!r} has numbers of {array.dtype}")

@@ -60,50 +60,54 @@ def _names(jaxpr: Any) -> Iterator[str]:
 
 def is_batch(loop: RerolledLoop) -> bool:
     """Whether the iterations of a loop are independent, without products, and keep what they modify in slots."""
-    by_name = {taken: set(taken.by_iteration) for taken in loop.inputs}
-    written = [taken for taken in loop.inputs if taken.is_written]
+    storages = {loop_input: set(loop_input.by_iteration) for loop_input in loop.inputs}
+    written = [loop_input for loop_input in loop.inputs if loop_input.is_written]
     return (
-        all(taken.before is None for taken in loop.inputs)
-        and not all(taken.is_invariant for taken in loop.inputs)
-        and all(len(by_name[taken]) == len(loop.iterations) for taken in written)
-        and all(by_name[a].isdisjoint(by_name[b]) for a in written for b in loop.inputs if a is not b)
+        all(loop_input.before is None for loop_input in loop.inputs)
+        and not all(loop_input.is_invariant for loop_input in loop.inputs)
+        and all(len(storages[loop_input]) == len(loop.iterations) for loop_input in written)
+        and all(storages[a].isdisjoint(storages[b]) for a in written for b in loop.inputs if a is not b)
         and all(map(is_batchable, loop.ops))
     )
 
 
 def lower_batched(lowering: Lowering, loop: RerolledLoop, environment: Environment, context: Context) -> None:
     """Lower a rerolled loop on whole packed arrays, by `jax.vmap` of an iteration."""
-    own = [taken for taken in loop.inputs if not taken.is_invariant]
-    for storages in merge_overlapping(taken.by_iteration for taken in own):
+    own = [loop_input for loop_input in loop.inputs if not loop_input.is_invariant]
+    for storages in merge_overlapping(loop_input.by_iteration for loop_input in own):
         pack_together(environment, storages)
-    slots = {taken: [_slot(environment, t) for t in taken.by_iteration] for taken in own}
+    slots = {loop_input: [_slot(environment, t) for t in loop_input.by_iteration] for loop_input in own}
     order = _order(loop, slots)
-    numbers = {taken: [slots[taken][i].number for i in order] for taken in own}
+    numbers = {loop_input: [slots[loop_input][i].number for i in order] for loop_input in own}
     fixed = {
-        taken.name: environment.value_of(taken.name)
-        for taken in loop.inputs
-        if taken.is_invariant and not is_constant(taken, environment)
+        loop_input.storage: environment.value_of(loop_input.storage)
+        for loop_input in loop.inputs
+        if loop_input.is_invariant and not is_constant(loop_input, environment)
     }
     channels = context.channels.loop_channels(())
     body = context.in_loop_body(channels.in_iteration(channels.start), rows=len(order))
-    written = [taken for taken in own if taken.is_written]
+    written = [loop_input for loop_input in own if loop_input.is_written]
 
     def iteration(values: Sequence[Array]) -> Any:
-        known = fixed | {taken.name: value for taken, value in zip(own, values, strict=True)}
+        known = fixed | {loop_input.storage: value for loop_input, value in zip(own, values, strict=True)}
         after = lowering.lower_ops(loop.ops, known, body)
-        return [after.value_of(taken.name) for taken in written], [after.value_of(made.name) for made in loop.outputs]
+        return [after.value_of(loop_input.storage) for loop_input in written], [
+            after.value_of(loop_output.storage) for loop_output in loop.outputs
+        ]
 
-    changed, results = jax.vmap(iteration)([_rows(slots[taken][0].stack.array, numbers[taken]) for taken in own])
+    changed, results = jax.vmap(iteration)(
+        [_rows(slots[loop_input][0].stack.array, numbers[loop_input]) for loop_input in own]
+    )
     context.channels.resume(channels, channels.start, changed)
     of_stack: dict[PackedArray, list[int]] = {}
-    for n, taken in enumerate(written):
-        of_stack.setdefault(slots[taken][0].stack, []).append(n)
+    for n, loop_input in enumerate(written):
+        of_stack.setdefault(slots[loop_input][0].stack, []).append(n)
     for stack, places in of_stack.items():
         rows = [number for n in places for number in numbers[written[n]]]
         stack.array = _with_rows(stack.array, rows, [changed[n] for n in places])
-    for made, values in zip(loop.outputs, results, strict=True):
+    for loop_output, values in zip(loop.outputs, results, strict=True):
         stack = PackedArray(values)
-        environment.values.update((made.by_iteration[i], PackedSlot(stack, n)) for n, i in enumerate(order))
+        environment.values.update((loop_output.by_iteration[i], PackedSlot(stack, n)) for n, i in enumerate(order))
 
 
 def _slot(environment: Environment, t: Tensor) -> PackedSlot:
@@ -114,10 +118,12 @@ def _slot(environment: Environment, t: Tensor) -> PackedSlot:
 
 def _order(loop: RerolledLoop, slots: dict[LoopInput, list[PackedSlot]]) -> list[int]:
     """Iteration order of the largest modified rows, which avoids moving these."""
-    turns = range(len(loop.iterations))
-    written = [taken for taken in slots if taken.is_written] or [*slots]
-    largest = max(written, key=lambda taken: taken.name.nelms * taken.name.dtype.itemsize, default=None)
-    return [*turns] if largest is None else sorted(turns, key=lambda n: slots[largest][n].number)
+    iterations = range(len(loop.iterations))
+    written = [loop_input for loop_input in slots if loop_input.is_written] or [*slots]
+    largest = max(
+        written, key=lambda loop_input: loop_input.storage.nelms * loop_input.storage.dtype.itemsize, default=None
+    )
+    return [*iterations] if largest is None else sorted(iterations, key=lambda n: slots[largest][n].number)
 
 
 def _rows(array: Array, numbers: Sequence[int]) -> Array:

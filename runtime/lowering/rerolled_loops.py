@@ -42,13 +42,13 @@ class LoopInput:
     """An input of a rerolled loop's iterations.
 
     Attributes:
-        name: the storage in the template.
+        storage: the storage in the template.
         by_iteration: the storage in each iteration.
         is_written: whether iterations modify it.
         before: the template's storage whose value the next iteration takes as this input; `None` if it is not carried.
     """
 
-    name: Tensor
+    storage: Tensor
     by_iteration: tuple[Tensor, ...]
     is_written: bool = False
     before: Tensor | None = None
@@ -64,13 +64,13 @@ class LoopOutput:
     """An output of iterations with users after the loop.
 
     Attributes:
-        name: the storage in the template.
+        storage: the storage in the template.
         by_iteration: the storage in each iteration.
         is_last_only: whether only the last iteration's value is read.
         first: the initial value of the carried input, if it is packed before the outputs.
     """
 
-    name: Tensor
+    storage: Tensor
     by_iteration: tuple[Tensor, ...]
     is_last_only: bool = False
     first: Tensor | None = None
@@ -181,25 +181,27 @@ class _ScanBuilder:
         places = {t: tuple(map(environment.slot_or_value, t.by_iteration)) for t in known}
         slots = {t: rows for t, rows in places.items() if all(isinstance(row, PackedSlot) for row in rows)}
         written = [rows[0].stack for t, rows in slots.items() if t.is_written]
-        self._invariant_slots = {t.name: slots[t][0] for t in slots if t.is_invariant and has_loops}
-        by_iteration = [t for t in slots if t.name not in self._invariant_slots]
+        self._invariant_slots = {t.storage: slots[t][0] for t in slots if t.is_invariant and has_loops}
+        by_iteration = [t for t in slots if t.storage not in self._invariant_slots]
         read = [t for t in by_iteration if not t.is_invariant or slots[t][0].stack in written]
-        unpacked = [t for t in known if t not in read and t.name not in self._invariant_slots]
+        unpacked = [t for t in known if t not in read and t.storage not in self._invariant_slots]
         self._unpacked = tuple(t for t in unpacked if t.is_written)
-        self._invariant_values = {t.name: environment.value_of(t.by_iteration[0]) for t in unpacked if not t.is_written}
-        self._output_arrays = tuple(_allocate_output(made, environment) for made in self._stacked_outputs)
+        self._invariant_values = {
+            t.storage: environment.value_of(t.by_iteration[0]) for t in unpacked if not t.is_written
+        }
+        self._output_arrays = tuple(_allocate_output(each, environment) for each in self._stacked_outputs)
         self._stacks = tuple(dict.fromkeys((*written, *self._output_arrays)))
-        self._reads = tuple(_slices({t.name: slots[t] for t in read}))
+        self._reads = tuple(_slices({t.storage: slots[t] for t in read}))
         made = {
-            m.name: tuple(PackedSlot(stack, n) for n in range(len(m.rows) - len(m.by_iteration), len(m.rows)))
+            m.storage: tuple(PackedSlot(stack, n) for n in range(len(m.rows) - len(m.by_iteration), len(m.rows)))
             for m, stack in zip(self._stacked_outputs, self._output_arrays, strict=True)
         }
-        self._writes = tuple(_slices({t.name: slots[t] for t in read if t.is_written} | made))
+        self._writes = tuple(_slices({t.storage: slots[t] for t in read if t.is_written} | made))
         self.rows = tuple(np.asarray(slice_.first, np.int32) for slice_ in (*self._reads, *self._writes))
         self.start = (
             [environment.value_of(t.by_iteration[0]) for t in self._unpacked],
             [environment.value_of(t.by_iteration[0]) for t, _ in self._carries],
-            [lax.empty(m.name.shape, m.name.dtype.as_jax()) for m in self._final_outputs],
+            [lax.empty(m.storage.shape, m.storage.dtype.as_jax()) for m in self._final_outputs],
             [stack.array for stack in self._stacks],
         )
 
@@ -214,8 +216,8 @@ class _ScanBuilder:
             (name, PackedSlot(self._stacks_of_iteration[row.stack], row.number))
             for name, row in self._invariant_slots.items()
         )
-        values.update((t.name, value) for t, value in zip(self._unpacked, unpacked, strict=True))
-        values.update((t.name, value) for (t, _), value in zip(self._carries, carries, strict=True))
+        values.update((t.storage, value) for t, value in zip(self._unpacked, unpacked, strict=True))
+        values.update((t.storage, value) for (t, _), value in zip(self._carries, carries, strict=True))
         for slice_, number in zip(self._reads, rows, strict=False):
             found = slice_.slice_values(now.get(slice_.stack, slice_.stack.array), number)
             is_same = slice_.stack.is_given and slice_.stack not in now
@@ -228,9 +230,9 @@ class _ScanBuilder:
         for slice_, row in zip(self._writes, rows[len(self._reads) :], strict=True):
             now[slice_.stack] = slice_.updated(now[slice_.stack], row, after)
         return (
-            [after.value_of(t.name) for t in self._unpacked],
+            [after.value_of(t.storage) for t in self._unpacked],
             [after.value_of(before) for _, before in self._carries],
-            [after.value_of(m.name) for m in self._final_outputs],
+            [after.value_of(m.storage) for m in self._final_outputs],
             [now[stack] for stack in self._stacks],
         )
 
@@ -239,12 +241,12 @@ class _ScanBuilder:
         unpacked, _, last, arrays = state
         for stack, array in zip(self._stacks, arrays, strict=True):
             stack.array = array
-        for taken, value in zip(self._unpacked, unpacked, strict=True):
-            environment.values[taken.by_iteration[0]] = value
-        for made, value in zip(self._final_outputs, last, strict=True):
-            environment.values[made.by_iteration[-1]] = value
-        for made, stack in zip(self._stacked_outputs, self._output_arrays, strict=True):
-            environment.values.update((t, PackedSlot(stack, n)) for n, t in enumerate(made.rows))
+        for loop_input, value in zip(self._unpacked, unpacked, strict=True):
+            environment.values[loop_input.by_iteration[0]] = value
+        for loop_output, value in zip(self._final_outputs, last, strict=True):
+            environment.values[loop_output.by_iteration[-1]] = value
+        for loop_output, stack in zip(self._stacked_outputs, self._output_arrays, strict=True):
+            environment.values.update((t, PackedSlot(stack, n)) for n, t in enumerate(loop_output.rows))
 
 
 class _Slice(NamedTuple):
@@ -289,10 +291,10 @@ def _slices(places: Mapping[Tensor, Sequence[PackedSlot]]) -> Iterator[_Slice]:
         yield _Slice(stack, tuple(begun), numbers[begun[0]])
 
 
-def is_constant(taken: LoopInput, environment: Environment) -> bool:
+def is_constant(loop_input: LoopInput, environment: Environment) -> bool:
     """Whether an input is an unmodified constant, which is best embedded at its users."""
-    is_same = isinstance(taken.name, Constant) and len(set(taken.by_iteration)) == 1
-    return is_same and not taken.is_written and taken.name not in environment.values
+    is_same = isinstance(loop_input.storage, Constant) and len(set(loop_input.by_iteration)) == 1
+    return is_same and not loop_input.is_written and loop_input.storage not in environment.values
 
 
 def merge_overlapping(by_iteration: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
@@ -314,12 +316,12 @@ def pack_together(environment: Environment, storages: Sequence[Tensor]) -> None:
         environment.values.update((t, PackedSlot(stack, n)) for n, t in enumerate(storages))
 
 
-def _allocate_output(made: LoopOutput, environment: Environment) -> PackedArray:
+def _allocate_output(output: LoopOutput, environment: Environment) -> PackedArray:
     """Allocate a packed array for loop outputs."""
-    room = lax.empty((len(made.rows), *made.name.shape), made.name.dtype.as_jax())  # iterations fill all of it
-
-    if is_offloaded(made.name):
-        room = in_host_memory(room)
-    if made.first is not None:
-        room = lax.dynamic_update_index_in_dim(room, environment.value_of(made.first), 0, 0)
-    return PackedArray(room)
+    t = output.storage
+    array = lax.empty((len(output.rows), *t.shape), t.dtype.as_jax())  # iterations fill all of it
+    if is_offloaded(t):
+        array = in_host_memory(array)
+    if output.first is not None:
+        array = lax.dynamic_update_index_in_dim(array, environment.value_of(output.first), 0, 0)
+    return PackedArray(array)

@@ -42,7 +42,7 @@ _log = Logger("session")
 T = TypeVar("T")
 
 
-class _Unusual(NamedTuple):
+class _NonFinite(NamedTuple):
     """Counts of non-finite numbers."""
 
     nans: int
@@ -58,7 +58,7 @@ class _Site:
     """Call stack entry: an op executing a graph; for loops, with the number of started iterations."""
 
     op: Op
-    turn: int = 0
+    iteration: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _CollectiveCall:
 
     op: Op
     operands: Sequence[Array]
-    unusual: _Unusual
+    non_finite: _NonFinite
 
 
 _Steps = Generator[_CollectiveCall, Any, T]
@@ -110,7 +110,7 @@ class Debugged(Lowering):
     ) -> _Steps[Environment]:
         """Execute ops and check each result, yielding a `_CollectiveCall` at ops that communicate between replicas.
 
-        A view is looked at where it is read.
+        Views are checked where they are read.
         """
         environment = self.environment(values, context, same)
         for op in (part for each in ops for part in each.parts):
@@ -144,7 +144,7 @@ class Debugged(Lowering):
         loop, (run,) = Loop(op, environment), op.runs
         state, rows = loop.start, []
         for i in run.numbers:
-            self._sites[-1].turn += 1
+            self._sites[-1].iteration += 1
             iteration = loop.begin_iteration(state, jnp.asarray(i, jnp.int32))
             results = yield from self._graph(loop.graph, iteration.inputs, context, iteration.sharing)
             state, further = loop.end_iteration(iteration, results)
@@ -169,7 +169,7 @@ class Debugged(Lowering):
         """Execute and check an op without called graphs."""
         self.steps += 1
         operands = [environment.value_of(t) for t in op.inputs]
-        before = _unusual(operands)
+        before = _non_finite(operands)
         if op.kind.between_replicas and self.replicas.count > 1:
             self._check(op, operands, context.channels)
             results, before = yield _CollectiveCall(op, operands, before)
@@ -178,7 +178,7 @@ class Debugged(Lowering):
             self.lower_op(op, environment, context)
         targets = written_tensors_of(op)
         made = [environment.value_of(t) for t in targets]
-        after = _unusual(made)
+        after = _non_finite(made)
         new_nan = after.nans and not before.nans
         new_infinity = self._infinities and after.infinities and not any(before)
         # Values from an exchange come from the user, or from ops that have been checked.
@@ -194,8 +194,8 @@ class Debugged(Lowering):
         operands: Sequence[Array],
         targets: Sequence[Tensor],
         made: Sequence[Array],
-        before: _Unusual,
-        after: _Unusual,
+        before: _NonFinite,
+        after: _NonFinite,
     ) -> str:
         """Error message: the op, its location, its numbers, and advice."""
         replica = f", on replica {self._replica}" if self.replicas.count > 1 else ""
@@ -208,7 +208,7 @@ class Debugged(Lowering):
                 f"Session.run: an op has made {after} of {source}{replica}.",
                 "",
                 *_op_lines(op),
-                *(text for site in self._callers() for text in _op_lines(site.op, site.turn)),
+                *(text for site in self._callers() for text in _op_lines(site.op, site.iteration)),
                 "",
                 Table(columns, rows).text(),
                 "",
@@ -227,17 +227,17 @@ class Debugged(Lowering):
         return shown[::-1]
 
 
-def _op_lines(op: Op, turn: int = 0) -> list[str]:
+def _op_lines(op: Op, iteration: int = 0) -> list[str]:
     """Lines with an op's printed form and source location."""
     graph, text = op.graph, f"`{op.source.text}` " if op.source.text else ""
     of = f", the gradient of {graph.gradient_of.title}" if graph.gradient_of is not None else ""
-    turns = f", in turn {turn} of {op.runs[0].iterations}" if turn else ""
-    return [f"    {line(op)}{turns}", f"        in {graph.title}{of}, at {text}({op.source})"]
+    iterations = f", in turn {iteration} of {op.runs[0].iterations}" if iteration else ""
+    return [f"    {line(op)}{iterations}", f"        in {graph.title}{of}, at {text}({op.source})"]
 
 
 def _advice(targets: Sequence[Tensor], made: Sequence[Array]) -> str:
     for t, array in zip(targets, made, strict=True):
-        is_full = any(_unusual([array])) if t.dtype.is_float8 else _unusual([array]).infinities
+        is_full = any(_non_finite([array])) if t.dtype.is_float8 else _non_finite([array]).infinities
         if is_full and t.dtype.itemsize < 4:
             largest = float(jnp.finfo(t.dtype.as_jax()).max)
             return (
@@ -268,19 +268,19 @@ def _real_components(array: Array) -> np.ndarray:
     return np.stack([numbers.real, numbers.imag], -1) if np.iscomplexobj(numbers) else numbers
 
 
-def _unusual(arrays: Sequence[Array]) -> _Unusual:
+def _non_finite(arrays: Sequence[Array]) -> _NonFinite:
     """Count non-finite numbers in arrays."""
     found: Counter[str] = Counter()
     for array in arrays:
         numbers = _numbers(array)
         if not np.isfinite(numbers).all():
             found.update(nans=int(np.isnan(numbers).sum()), infinities=int(np.isinf(numbers).sum()))
-    return _Unusual(found["nans"], found["infinities"])
+    return _NonFinite(found["nans"], found["infinities"])
 
 
-def tell_given_nans(arrays: Iterable[tuple[PackedVariables | Channel, Array]]) -> None:
+def warn_of_given_nans(arrays: Iterable[tuple[PackedVariables | Channel, Array]]) -> None:
     """Log variables, buffers and streams containing NaN before a run, as no op caused these."""
-    found = [f"{_title(thing)} ({count} NaN)" for thing, array in arrays if (count := _unusual([array]).nans)]
+    found = [f"{_title(thing)} ({count} NaN)" for thing, array in arrays if (count := _non_finite([array]).nans)]
     if found:
         _log.warn(
             f"Session.debugging: before the run there is NaN in {', '.join(found)}. Ops that pass it on are not "
@@ -294,7 +294,7 @@ def _title(thing: PackedVariables | Channel) -> str:
 
 def _row(t: Tensor, what: str, array: Array) -> list[str]:
     """Table row with a tensor and statistics of its numbers."""
-    nans, infinities = _unusual([array])
+    nans, infinities = _non_finite([array])
     numbers = _real_components(array)
     numbers = numbers.astype(np.float64 if jnp.issubdtype(array.dtype, jnp.inexact) else numbers.dtype).ravel()
     finite = numbers[np.isfinite(numbers)]
@@ -322,42 +322,42 @@ def run_replicas(
         NonFiniteError: from the replica with the least progress, if several have made a NaN or an infinity.
         PopxlError: if replicas reach different ops at which they would wait for each other.
     """
-    answers: list[Any] = [None] * len(works)
+    sent: list[Any] = [None] * len(works)
     while True:
-        meetings: list[_CollectiveCall] = []
+        calls: list[_CollectiveCall] = []
         returned: list[Any] = []
         problems: list[tuple[int, NonFiniteError]] = []
-        for work, lowering, device, answer in zip(works, lowerings, devices, answers, strict=True):
+        for work, lowering, device, results in zip(works, lowerings, devices, sent, strict=True):
             try:
                 with jax.default_device(device):
-                    meetings.append(work.send(answer))
+                    calls.append(work.send(results))
             except StopIteration as end:
                 returned.append(end.value)
             except NonFiniteError as problem:
                 problems.append((lowering.steps, problem))
         if problems:
             raise min(problems, key=lambda each: each[0])[1]
-        if not meetings:
+        if not calls:
             return returned
-        if returned or len({meeting.op for meeting in meetings}) > 1:
-            shown = [f"{op!r} ({op.source})" for op in dict.fromkeys(meeting.op for meeting in meetings)]
+        if returned or len({call.op for call in calls}) > 1:
+            shown = [f"{op!r} ({op.source})" for op in dict.fromkeys(call.op for call in calls)]
             raise PopxlError(
                 f"Session.run: replicas have come to different ops that talk to other replicas: {', '.join(shown)}"
                 f"{', or the end' if returned else ''}. Have all of them take the same branches of conditionals."
             )
-        answers = _run_collective(meetings, lowerings[0], devices)
+        sent = _run_collective(calls, lowerings[0], devices)
 
 
 def _run_collective(
-    meetings: Sequence[_CollectiveCall], lowering: Debugged, devices: Sequence[jax.Device]
-) -> list[tuple[list[Array], _Unusual]]:
+    calls: Sequence[_CollectiveCall], lowering: Debugged, devices: Sequence[jax.Device]
+) -> list[tuple[list[Array], _NonFinite]]:
     """Execute a collective op: results for each replica, and non-finite counts over all operands."""
-    op, on_one = meetings[0].op, Replicas(len(meetings), devices[:1])
-    brought = zip(*(meeting.operands for meeting in meetings), strict=True)
-    operands = [jnp.stack(jax.device_put(arrays, devices[0])) for arrays in brought]
+    op, on_one = calls[0].op, Replicas(len(calls), devices[:1])
+    by_operand = zip(*(call.operands for call in calls), strict=True)
+    operands = [jnp.stack(jax.device_put(arrays, devices[0])) for arrays in by_operand]
     made = on_one.vmap_replicas(lambda operands: lowering.lowering_on(on_one).apply(op, operands, Channels({})))(
         operands
     )
     results = made if isinstance(made, tuple | list) else [made]
-    unusual = _Unusual(*map(sum, zip(*(meeting.unusual for meeting in meetings), strict=True)))
-    return [([jax.device_put(t[i], device) for t in results], unusual) for i, device in enumerate(devices)]
+    non_finite = _NonFinite(*map(sum, zip(*(call.non_finite for call in calls), strict=True)))
+    return [([jax.device_put(t[i], device) for t in results], non_finite) for i, device in enumerate(devices)]

@@ -24,7 +24,7 @@ from runtime.lowering.platform_hooks import hooks_for
 from runtime.plan.plan import Plan
 from runtime.program.blocks import PackedVariables
 from runtime.program.compiled import CompiledProgram, begin_run, end_run
-from runtime.program.debugging import Debugged, run_replicas, tell_given_nans
+from runtime.program.debugging import Debugged, run_replicas, warn_of_given_nans
 from runtime.program.store import VariableStore
 from runtime.signals import defer_signals
 from runtime.targets.compile_target import HOST
@@ -262,7 +262,7 @@ class Runner:
             *layout.constant,
             *layout.used_inputs,
         ]
-        tell_given_nans(zip(things, [*changing, *held, *own], strict=True))
+        warn_of_given_nans(zip(things, [*changing, *held, *own], strict=True))
         changed_shares, fed = (list(map(shares, arrays)) for arrays in (changing, own))
         constant = [shares(array, layout.is_replicated(b)) for b, array in zip(layout.constant, held, strict=True)]
         lowerings = [Debugged(layout.main.ops, layout.options, replicas, i, infinities) for i in range(count)]

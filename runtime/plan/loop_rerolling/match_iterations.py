@@ -38,14 +38,14 @@ class _Alignment:
     others read two. Storages are named by the template.
     """
 
-    def __init__(self, turns: Sequence[tuple[Op, ...]], roots: Roots) -> None:
-        self._turns = tuple(turns)
-        found = [tuple(_storages(turn, roots)) for turn in turns]
-        self._model = max(range(len(turns)), key=lambda t: len(set(found[t])))
-        self._by_iteration = _columns(found, self._model)
-        model = turns[self._model]
-        self._written = {root for op in model for i in overwritten(op) for root in roots(op.inputs[i])}
-        self._made = {t for op in model for t in op.outputs if t in self._by_iteration}
+    def __init__(self, iterations: Sequence[tuple[Op, ...]], roots: Roots) -> None:
+        self._iterations = tuple(iterations)
+        found = [tuple(_storages(ops, roots)) for ops in iterations]
+        self._template = max(range(len(iterations)), key=lambda i: len(set(found[i])))
+        self._by_iteration = _columns(found, self._template)
+        template = iterations[self._template]
+        self._written = {root for op in template for i in overwritten(op) for root in roots(op.inputs[i])}
+        self._made = {t for op in template for t in op.outputs if t in self._by_iteration}
         self._inside = {t for name in self._made for t in self._by_iteration[name]}
         self._check_written()
 
@@ -60,9 +60,9 @@ class _Alignment:
 
     def loop(self, read_later: Container[Tensor]) -> RerolledLoop:
         """Build the loop."""
-        taken = tuple(self._find_inputs())
-        made = tuple(self._find_outputs(taken, read_later))
-        return RerolledLoop(self._turns, self._model, taken, made)
+        inputs = tuple(self._find_inputs())
+        outputs = tuple(self._find_outputs(inputs, read_later))
+        return RerolledLoop(self._iterations, self._template, inputs, outputs)
 
     def _find_inputs(self) -> Iterator[LoopInput]:
         for name, by_iteration in self._by_iteration.items():
@@ -84,10 +84,10 @@ class _Alignment:
                     return source
         raise NotRerollable(f"{name!r} is from an earlier turn, and not always from the same place in the one before")
 
-    def _find_outputs(self, taken: Sequence[LoopInput], read_later: Container[Tensor]) -> Iterator[LoopOutput]:
+    def _find_outputs(self, inputs: Sequence[LoopInput], read_later: Container[Tensor]) -> Iterator[LoopOutput]:
         """Find outputs with later users. The initial value of a carried input is packed before them: a layer's gradient
         reads the layer's input, say."""
-        firsts = {t.before: t.by_iteration[0] for t in taken if t.before is not None}
+        firsts = {t.before: t.by_iteration[0] for t in inputs if t.before is not None}
         for name in self._by_iteration:
             if name in self._made:
                 by_iteration = self._by_iteration[name]

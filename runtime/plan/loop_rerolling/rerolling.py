@@ -61,9 +61,17 @@ class Rerolling(ProgramOrder):
             else loops_of(ops, graph.outputs, signatures, structures.size, self._reasons, batches_updates)
             for graph, ops in inlined.graphs.items()
         }
-        sliced = {t for loop in self.loops if _has_products(loop) for taken in loop.inputs for t in taken.by_iteration}
+        sliced = {
+            t
+            for loop in self.loops
+            if _has_products(loop)
+            for loop_input in loop.inputs
+            for t in loop_input.by_iteration
+        }
         for loop in self.loops:
-            is_in_place = is_batch(loop) and any(not sliced.isdisjoint(taken.by_iteration) for taken in loop.inputs)
+            is_in_place = is_batch(loop) and any(
+                not sliced.isdisjoint(loop_input.by_iteration) for loop_input in loop.inputs
+            )
             if self._saved_by(loop) < max(1, from_saved) and not _has_products(loop) and not is_in_place:
                 self._write_out(loop, "it computes no products, and would be more kernels in a loop")
         while True:
@@ -149,7 +157,7 @@ class _PackingRequest(NamedTuple):
     """Variables of one loop input, without duplicates, by iteration."""
 
     loop: RerolledLoop
-    taken: LoopInput
+    loop_input: LoopInput
     variables: tuple[Tensor, ...]
 
 
@@ -185,7 +193,7 @@ class _PackingAnalysis:
         for item in items:
             if isinstance(item, RerolledLoop):
                 self._visit_loop(item, sources)
-                same = {taken.name for taken in item.inputs if taken.is_invariant}
+                same = {loop_input.storage for loop_input in item.inputs if loop_input.is_invariant}
                 self._visit_items(item.ops, {t: source for t, source in sources.items() if t in same})
             elif not chooses(item) and self._with_loops.issuperset(item.called_graphs) and item.runs:
                 (run,) = item.runs
@@ -222,30 +230,33 @@ class _PackingAnalysis:
         }
 
     def _visit_loop(self, loop: RerolledLoop, sources: dict[Tensor, Source]) -> None:
-        for taken in loop.inputs:
-            if taken.before is None and len(set(taken.by_iteration)) > 1:
-                self._note_packing(loop, taken, sources)
-        for made in loop.outputs:
-            if not made.is_last_only:
+        for loop_input in loop.inputs:
+            if loop_input.before is None and len(set(loop_input.by_iteration)) > 1:
+                self._note_packing(loop, loop_input, sources)
+        for loop_output in loop.outputs:
+            if not loop_output.is_last_only:
                 stack = object()
-                sources.update((t, (stack, n)) for n, t in enumerate(made.rows))
+                sources.update((t, (stack, n)) for n, t in enumerate(loop_output.rows))
 
-    def _note_packing(self, loop: RerolledLoop, taken: LoopInput, sources: dict[Tensor, Source]) -> None:
+    def _note_packing(self, loop: RerolledLoop, loop_input: LoopInput, sources: dict[Tensor, Source]) -> None:
         """Register one loop input's values for packing."""
-        storages = [*dict.fromkeys(taken.by_iteration)]
+        storages = [*dict.fromkeys(loop_input.by_iteration)]
         found = [sources.get(t) for t in storages]
         variables = [source for source in found if isinstance(source, Tensor)]
         stacks = Counter(source[0] for source in found if isinstance(source, tuple))
-        size = len(storages) * taken.name.nelms * taken.name.dtype.itemsize
+        size = len(storages) * loop_input.storage.nelms * loop_input.storage.dtype.itemsize
         alone = len(found) - max(stacks.values(), default=0)
         made = [t for t in variables if t not in self._held]
         if len(variables) == len(found) and not made:
-            self._requests.append(_PackingRequest(loop, taken, tuple(variables)))
+            self._requests.append(_PackingRequest(loop, loop_input, tuple(variables)))
         elif len(made) == len(found) and len({t.graph for t in made}) == 1 and size > SMALL:
             self._computed.append(tuple(made))
-        elif size > SMALL and alone > (not taken.is_written) and not all(isinstance(t, Constant) for t in storages):
+        elif (
+            size > SMALL and alone > (not loop_input.is_written) and not all(isinstance(t, Constant) for t in storages)
+        ):
             self.refused.setdefault(
-                loop, f"what its turns take for `{taken.name.path}` lies apart, and would have to be copied first"
+                loop,
+                f"what its turns take for `{loop_input.storage.path}` lies apart, and would have to be copied first",
             )
 
     def gathered(self) -> dict[Op, list[tuple[Tensor, ...]]]:
@@ -287,6 +298,6 @@ def _roles(group: Sequence[Tensor], requests: Sequence[_PackingRequest]) -> obje
     if first.nelms * first.dtype.itemsize > NARROW or not in_each or len({w.loop for w in requests}) < len(requests):
         return first  # no similar tensors
     place = {t: n for n, t in enumerate(group)}
-    of_loops = tuple((w.loop, w.taken.is_written, tuple(place[t] for t in w.variables)) for w in requests)
+    of_loops = tuple((w.loop, w.loop_input.is_written, tuple(place[t] for t in w.variables)) for w in requests)
     replicas = tuple(first.replica_grouping.assignment) if isinstance(first, Variable) else None
     return first.spec.to_tuple(), replicas, of_loops

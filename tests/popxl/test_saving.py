@@ -273,6 +273,17 @@ def test_files_of_earlier_versions(tmp_path: Path) -> None:
         popxl.Ir.load(path)
 
 
+@pytest.mark.parametrize("format", [1, 2])
+def test_files_that_earlier_versions_wrote(format: int) -> None:
+    """Versions of November 2026, before all files were one container."""
+    ir = popxl.Ir.load(Path(__file__).parent / "earlier_files" / f"format_{format}.popxl")
+    (x,), (y,), (w,) = ir.get_all_h2d_streams(), ir.get_all_d2h_streams(), ir.main_graph.variables
+    rows, weights = np.ones((2, 3), np.float32), np.arange(6, dtype=np.float32).reshape(3, 2)
+    with popxl.Session(ir, "ipu_model") as session:
+        np.testing.assert_array_equal(session.run({x: rows})[y], rows @ weights)
+        np.testing.assert_array_equal(session.get_tensor_data(w), weights - 0.5)
+
+
 def write_format_2(ir: popxl.Ir, path: Path, named: str | None = None) -> None:
     """Save a program as earlier versions have."""
     ir.save(path)

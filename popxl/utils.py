@@ -91,17 +91,7 @@ def to_numpy(
         else:
             target = downcast_np_dtypes.get(array.dtype, array.dtype) if downcast else array.dtype
     elif dtype.is_float8:
-        target = dtype.as_numpy()
-        if array.dtype == dtype.as_jax():
-            array = to_host(array, dtype)
-        if array.dtype.name in ("float16", "bfloat16", "float32", "float64"):
-            overflow_to_nan = nan_on_overflow is None or nan_on_overflow
-            return host_pow2scale_cast_to_fp8(array, dtype, log2_scale or 0, overflow_to_nan)
-        if array.dtype != target:
-            raise TypeError(
-                f"to_numpy: `dtype` is {dtype!r}, but the data is of dtype {array.dtype}. Expected data of a "
-                "wider float, or of the structured dtype of this float8. Write 1.0 instead of 1 for whole numbers."
-            )
+        return _to_float8(array, dtype, log2_scale or 0, nan_on_overflow is None or nan_on_overflow, copy)
     else:
         target = dtype.as_numpy()
         _check_numbers(array)
@@ -113,6 +103,22 @@ def to_numpy(
     # Infer first and cast then: given a dtype, NumPy would refuse Python integers that do not fit.
     with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(target, order="C", copy=copy)
+
+
+def _to_float8(
+    array: NDArray[Any], dtype: dtypes.dtype, log2_scale: int, nan_on_overflow: bool, copy: bool
+) -> NDArray[Any]:
+    """Cast wider floats to a float8 dtype with a scale; arrays that hold it already stay as they are."""
+    if array.dtype == dtype.as_jax():
+        array = to_host(array, dtype)
+    if array.dtype.name in ("float16", "bfloat16", "float32", "float64"):
+        return host_pow2scale_cast_to_fp8(array, dtype, log2_scale, nan_on_overflow)
+    if array.dtype != dtype.as_numpy():
+        raise TypeError(
+            f"to_numpy: `dtype` is {dtype!r}, but the data is of dtype {array.dtype}. Expected data of a "
+            "wider float, or of the structured dtype of this float8. Write 1.0 instead of 1 for whole numbers."
+        )
+    return array.astype(dtype.as_numpy(), order="C", copy=copy)
 
 
 def _check_numbers(array: NDArray[Any]) -> None:

@@ -192,11 +192,7 @@ def _capture(
             _remove_counters(module, tape, changed)
         carried |= {text: on_host.line_of(text) for text in recorder.overwritten()}
         recorder.resolve_requires_grad()
-        for application in applications:
-            if breaks is not None and breaks.found:  # they know ops by their places
-                application.give_up()
-            else:
-                derive(tracer, application)
+        _derive(tracer, applications, has_breaks=breaks is not None and bool(breaks.found))
         trace = recorder.finish(derives)
         with tracer.suspended():
             for t in returned:
@@ -268,6 +264,15 @@ def _derivatives(tracer: Tracer, derives: bool) -> Iterator[list[Application]]:
         return
     with deriving(tracer) as applications, recording_hooks(tracer):
         yield applications
+
+
+def _derive(tracer: Tracer, applications: Iterable[Application], has_breaks: bool) -> None:
+    """Trace the custom derivatives of functions; with graph breaks, fall back to those of their ops."""
+    for application in applications:
+        if has_breaks:  # which know ops by their positions
+            application.give_up()
+        else:
+            derive(tracer, application)
 
 
 @contextmanager

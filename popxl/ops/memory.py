@@ -23,6 +23,13 @@ def _available_after(t: Any, other: Any) -> Any:
 available_after_kind = OpKind(
     "AvailableAfter", _available_after, shape=like_first, result="{t}_after", gradient={"t": lambda g: g}
 )
+scheduled_after_kind = OpKind(
+    "ScheduledAfter",
+    lambda t, other: memory.scheduled_together([t], [other])[0][0],
+    shape=like_first,
+    result="{t}_after",
+    gradient={"t": lambda g: g},
+)
 _after_all = OpKind(
     "AvailableAfterAll",
     lambda t, *others: memory.computed_after(t, others),
@@ -82,6 +89,11 @@ def available_after_all(t: Tensor, others: Sequence[Tensor]) -> Tensor:
     `available_after` orders what compilers merge, and not what they schedule.
     """
     return _after_all(t, *others) if others else t
+
+
+def scheduled_after(t: Tensor, other: Tensor) -> Tensor:
+    """`t`, which compilers for GPUs and TPUs had better compute after `other`. On CPUs, no order, and no cost."""
+    return scheduled_after_kind(t, other)
 
 
 def offload(t: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import check_type
 from popxl.extend.graphs import has_effect, is_call, reachable
-from popxl.extend.ops import Op, available_after_all
+from popxl.extend.ops import Op, available_after_all, scheduled_after
 from popxl.tensor import Constant
 from popxl.transforms import ExpectedConnectionType, GradGraphInfo
 from popxl.transforms.autodiff import make_grad_graph_info
@@ -172,12 +172,23 @@ def recompute_activations(
             return make_grad_graph_info(forward, graph, expected, info.outputs), bound | copies
         _compute(again, of, first, inputs)
         bound |= {t: _forward_tensor(of_t, of) for t, of_t in read.items()}
-        results = ops.call(grad, inputs_dict=bound)
-        shards = [t for t in results if t.meta_shape]
-        for t in results:
-            # The next layer begins when these gradients are shared out: XLA puts off what nothing waits for.
-            popxl.graph_output(t if t.meta_shape else available_after_all(t, shards))
+        for t in _ordered(ops.call(grad, inputs_dict=bound)):
+            popxl.graph_output(t)
     return make_grad_graph_info(forward, graph, expected, info.outputs), bound
+
+
+def _ordered(results: Sequence[popxl.Tensor]) -> list[popxl.Tensor]:
+    """Results of a backward call: all after those that are shared out, the first also after the others.
+
+    The layer before begins to recompute with the first gradient, usually that of the layer's input. XLA puts off what
+    nothing waits for, such as gradients of weights, and keeps the operands of their products and sums.
+    """
+    shards = [t for t in results if t.meta_shape]
+    first, *others = (t if t.meta_shape else available_after_all(t, shards) for t in results)
+    for t in others:
+        if not (t.meta_shape or first.meta_shape):
+            first = scheduled_after(first, t)
+    return [first, *others]
 
 
 class OpsAgain(NamedTuple):

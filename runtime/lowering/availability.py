@@ -1,4 +1,4 @@
-"""The op that orders a value after another one, for compilers."""
+"""Ops that order a value after another one, for compilers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from popxl.core.recording import Op
 from popxl.ops.kernels import memory
-from popxl.ops.kernels.kernel import overriding_kernels
-from popxl.ops.memory import available_after_kind
+from popxl.ops.kernels.kernel import Kernel, overriding_kernels
+from popxl.ops.memory import available_after_kind, scheduled_after_kind
 from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment
 from runtime.lowering.registry import register_lowering
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 
 @register_lowering(available_after_kind)
 def _available_after(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
+    _order(memory.available_together, lowering, op, environment, context)
+
+
+@register_lowering(scheduled_after_kind)
+def _scheduled_after(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
+    _order(memory.scheduled_together, lowering, op, environment, context)
+
+
+def _order(together: Kernel, lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Order a value after another, which later ops read as it comes out of the same barrier.
 
     XLA drops results of a barrier that nothing reads, and the order with them: recomputation would move beside the
@@ -26,7 +35,7 @@ def _available_after(lowering: Lowering, op: Op, environment: Environment, conte
     """
     value, other = map(environment.value_of, op.inputs)
     with of_op(op), overriding_kernels(lowering.replicas.platform, lowering.hooks.overrides):
-        (after,), (same,) = memory.available_together([value], [other])
+        (after,), (same,) = together([value], [other])
     environment.write(op.outputs[0], after)
     context.channels.record_computed(after)
     if same is not other:

@@ -21,6 +21,12 @@ def test_recomputed_layers_wait_for_their_gradients() -> None:
 
 
 @pytest.mark.targets
+def test_a_layer_recomputes_after_all_gradients_of_the_next() -> None:
+    """XLA postpones gradients of weights, and keeps their operands beside what the layer before recomputes."""
+    assert compiled("ring attention", "gpu h100", "inlined", "nothing").memory.device <= 45e6
+
+
+@pytest.mark.targets
 def test_graphs_that_are_called_again_wait_for_gradients() -> None:
     """As `recompute_graph` without policies calls them: also for the gradient of the layer after."""
 

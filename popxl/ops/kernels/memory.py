@@ -16,6 +16,12 @@ def available_together(values: Sequence[Any], others: Sequence[Any]) -> tuple[Se
 
 
 @Kernel
+def scheduled_together(values: Sequence[Any], others: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """`values` and `others`. For compilers that schedule by it, `values` had better be computed after `others`."""
+    return values, others
+
+
+@Kernel
 def computed_after(value: Any, others: Sequence[Any]) -> Any:
     """`value`, with the order after all of `others` enforced at run time: schedulers cannot postpone these."""
     return value

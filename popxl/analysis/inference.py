@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -43,7 +42,7 @@ from popxl.analysis.sharding_rules import ZERO
 from popxl.analysis.type_findings import TypeFindings, own_axes
 from popxl.core.aliasing import add_alias
 from popxl.core.tensor import Constant, Tensor, Variable
-from popxl.core.traits import Run, is_call, is_loop
+from popxl.core.traits import is_call, is_loop
 from popxl.remote_buffer import RemoteBuffer
 
 if TYPE_CHECKING:
@@ -57,17 +56,15 @@ def infer(ir: Ir) -> Report:
     if ir.replication_factor == 1:
         return Report(mesh_of(ir, ()))
     index = index_ops(ir.main_graph)
-    collectives = [op for graph in index.values() for op in graph.collectives]
     variables = ir.main_graph.variables
-    mesh = mesh_of(ir, collectives, variables)
+    mesh = mesh_of(ir, index.collectives, variables)
     report = Report(mesh, index=index)
     if mesh is not None:
-        TypeInference(ir.main_graph, variables, mesh, report, collectives)
+        TypeInference(ir.main_graph, variables, mesh, report)
     return report
 
 
-@dataclass(frozen=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """Effect of a graph's run on given types: types of outputs, and final types of inputs and variables; and the last
     op that changes each of those, with the common type of all changes."""
 
@@ -79,9 +76,7 @@ class _Outcome:
 class TypeInference:
     """The inference: each graph once for each tuple of types that it is given."""
 
-    def __init__(
-        self, main: Graph, variables: Sequence[Variable], mesh: Mesh, report: Report, collectives: Sequence[Op]
-    ) -> None:
+    def __init__(self, main: Graph, variables: Sequence[Variable], mesh: Mesh, report: Report) -> None:
         self.mesh, self.report = mesh, report
         self.width = len(mesh.names)
         self.given: ReplicaType = (LITERAL,) * self.width
@@ -96,7 +91,7 @@ class TypeInference:
         for v, was in zip(variables, first, strict=True):
             if (buffer := v.location_info.buffer) is not None:
                 self.buffers[buffer] = join(self.buffers.get(buffer, was), was)
-        self.fed = self.feeds(collectives, {*compress(first, map(changed.__contains__, variables))})
+        self.fed = self.feeds(report.index.collectives, {*compress(first, map(changed.__contains__, variables))})
         self.findings.divided = [i for i, along in enumerate(self.fed) if along == SAME]
         outcome = _GraphInference(self, main, held, first).outcome
         repeated: set[int] = set()  # axes along which an operand that is the same on all replicas was summed
@@ -126,10 +121,10 @@ class TypeInference:
         another: that is how layers are divided.
         """
         found = [OWN_DATA] * self.width
-        shared = [any(each[i][0] is REPLICATED for each in learned) for i in range(self.width)]
-        divided = [any(each[i] == (VARYING, OWN) for each in learned) for i in range(self.width)]
-        apart = [i for i in range(self.width) if divided[i] and not shared[i]]
-        for op in collectives if apart and any(shared) else ():
+        along = [*zip(*learned, strict=True)]
+        shared = {i for i, types in enumerate(along) if any([kind is REPLICATED for kind, _ in types])}
+        apart = {i for i, types in enumerate(along) if (VARYING, OWN) in types} - shared
+        for op in collectives if apart and shared else ():
             axes = self.mesh.axes_of(op)
             if len(axes) == 1 and axes[0] in apart and op.attributes.get("op") == "add" and op.inputs[0].nelms > 1:
                 found[axes[0]] = SAME
@@ -181,7 +176,7 @@ class _GraphInference:
         self.type_of = self.content.__getitem__
         self.changes: dict[Tensor, tuple[Op, ReplicaType]] = {}
         self.made: dict[Tensor, ReplicaType] = {}  # types of tensors when they are made, unless still their contents'
-        for op in program.report.index[graph].ops:
+        for op in program.report.index.by_graph[graph]:
             self.visit(op)
         self.record()
         types = self.content.of
@@ -190,12 +185,9 @@ class _GraphInference:
 
     def record(self) -> None:
         """Report the types of the graph's tensors, in addition to those of earlier passes."""
-        types, found = self.program.report.types, self.content | self.made
-        if self.graph in self.program.report.graphs:
-            for t, now in found.items():
-                before = types.get(t, now)
-                found[t] = now if before == now else join(before, now)
-        types |= found
+        types, earlier = self.program.report.types, self.graph in self.program.report.graphs
+        for found in (self.content | self.made,) if earlier else (self.content, self.made):
+            types |= {t: join(types.get(t, now), now) for t, now in found.items()} if earlier else found
 
     def write(self, t: Tensor, type_: ReplicaType, change: tuple[Op, ReplicaType] | None) -> None:
         """Note what an op has written to a tensor, and by what it has changed it."""
@@ -213,10 +205,15 @@ class _GraphInference:
         kind, content = op.kind, self.content
         if kind.view is not None:
             add_alias(op, self.storages)
-            self.made |= zip(op.outputs, content.of(op.outputs), strict=True)
+            for t in op.outputs:
+                self.made[t] = content[t]
             return
         types = tuple(map(self.type_of, op.inputs))
         if not kind.is_carried_out_by_others:
+            if kind.overwrites is None and not kind.asserts and (plain := _plain_result(types)) is not None:
+                for t in op.outputs:  # as most ops
+                    content[t] = plain
+                return
             made = self.local_results(op, types)
         elif kind.graphs:
             content |= zip(op.outputs, self.call(op, types), strict=False)
@@ -322,9 +319,8 @@ class _GraphInference:
 
     def call(self, op: Op, given: Sequence[ReplicaType]) -> Sequence[ReplicaType]:
         if is_call(op):
-            (run,) = op.runs
-            bound = self.bound_types(run, given)
-            outcome = self.program.run(run.graph, bound)
+            (graph,) = op.called_graphs
+            outcome = self.program.run(graph, self.bound_types(op, graph, given))
             for i in op.modified:
                 self.write(op.inputs[i], outcome.contents[i], outcome.changes[i])
             return outcome.outputs
@@ -333,15 +329,16 @@ class _GraphInference:
         condition = tuple(REDUCED if along == REPEATED_SUM else along for along in given[0])  # a multiple tells as much
         results: list[ReplicaType] = [condition] * len(op.outputs)
         for run in op.runs:
-            bound = self.bound_types(run, given[run.first : run.first + len(run.given)])
+            bound = self.bound_types(op, run.graph, given[run.first : run.first + len(run.given)])
             outputs = self.program.run(run.graph, bound).outputs
             results = [join(a, b) for a, b in zip(results, outputs, strict=False)]
         return results
 
-    def bound_types(self, run: Run, given: Sequence[ReplicaType]) -> list[ReplicaType]:
-        """Types of a graph's inputs. What nothing is bound to is unknown."""
-        missing = [self.program.unknown] * (len(run.inputs) - len(given))
-        return [self.program.given] * len(run.op_inputs) + list(given) + missing
+    def bound_types(self, op: Op, graph: Graph, given: Sequence[ReplicaType]) -> list[ReplicaType]:
+        """Types of the inputs of a graph that an op runs. What nothing is bound to is unknown."""
+        own = op.kind.runs.own_inputs if op.kind.runs is not None else 0
+        missing = len(graph.inputs) - own - len(given)
+        return [self.program.given] * own + list(given) + [self.program.unknown] * missing
 
     def loop(self, op: Op, given: Sequence[ReplicaType]) -> list[ReplicaType]:
         """Infer a loop: its graph, until the types of carried values are stable."""
@@ -349,7 +346,7 @@ class _GraphInference:
         own_in, own_out, carried = len(run.op_inputs), run.trait.own_outputs, run.carried
         if not run.iterations:
             return [*given[:carried], *[self.program.given] * (len(op.outputs) - carried)]
-        turn = self.bound_types(run, given)
+        turn = self.bound_types(op, run.graph, given)
         while True:
             outcome, before = self.program.run(run.graph, turn), list(turn)
             for k in range(carried):
@@ -361,6 +358,16 @@ class _GraphInference:
         for i in op.modified:
             self.write(op.inputs[i], outcome.contents[own_in + i], outcome.changes[own_in + i])
         return list(outcome.outputs[own_out:])
+
+
+@lru_cache(4096)
+def _plain_result(types: tuple[ReplicaType, ...]) -> ReplicaType | None:
+    """Type of the results of any op that computes on each replica; `None` if its function has a say: for shards, terms
+    of a sum, and zeros."""
+    if not types or any(ZERO in each for each in types):
+        return None
+    found = join_all(types)
+    return None if propagated_axes(found) else found
 
 
 def _view_type(op: Op, along: AxisType) -> AxisType:

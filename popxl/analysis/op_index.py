@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class GraphOps:
-    """The ops of one graph, and those that have certain traits, in program order; parts of composite ops instead of
-    these.
+class ProgramOps:
+    """The ops of a program, and those that have certain traits; parts of composite ops instead of these.
 
     Attributes:
-        ops: all of them.
+        by_graph: all ops of each graph that runs, in program order.
         calls: ops that run graphs.
         collectives: ops between replicas.
+        moves: those of them that reduce nothing: they gather, divide or exchange values.
         statements: those that declare values equal.
         exchanges: loads and stores of host streams and remote buffers.
         dropouts: ops that drop elements.
@@ -26,55 +27,51 @@ class GraphOps:
         products: ops that multiply and sum.
     """
 
-    ops: list[Op]
+    by_graph: dict[Graph, Sequence[Op]] = field(default_factory=dict)
     calls: list[Op] = field(default_factory=list)
     collectives: list[Op] = field(default_factory=list)
+    moves: list[Op] = field(default_factory=list)
     statements: list[Op] = field(default_factory=list)
     exchanges: list[Op] = field(default_factory=list)
     dropouts: list[Op] = field(default_factory=list)
     draws: list[Op] = field(default_factory=list)
     products: list[Op] = field(default_factory=list)
 
-    def add(self, op: Op) -> None:
-        """Add an op to the lists of its traits, if any."""
-        kind = op.kind
-        if kind.between_replicas:
-            self.collectives.append(op)
-        elif kind.contracts is not None:
-            self.products.append(op)
-        elif kind.exchange:
-            self.exchanges.append(op)
-        elif kind.asserts:
-            self.statements.append(op)
-        elif kind.drops is not None:
-            self.dropouts.append(op)
-        elif kind.draws:
-            self.draws.append(op)
 
-
-def index_ops(main: Graph) -> dict[Graph, GraphOps]:
-    """Index a graph and its direct and indirect callees."""
-    found: dict[Graph, GraphOps] = {}
+def index_ops(main: Graph) -> ProgramOps:
+    """Index a graph and its direct and indirect callees, but for those of loops without iterations."""
+    index = ProgramOps()
     waiting = [main]
     while waiting:
         graph = waiting.pop()
-        if graph in found:
+        if graph in index.by_graph:
             continue
-        found[graph] = index = GraphOps(graph.ops)
+        ops: Sequence[Op] = graph.ops
+        if any([op.kind.stands_for is not None for op in ops]):
+            ops = [part for op in ops for part in op.parts]
+        index.by_graph[graph] = ops
         called: dict[Graph, None] = {}
-        for op in graph.ops:
+        for op in ops:
             kind = op.kind
             if not kind.traits:
                 continue
-            if kind.graphs:
-                called |= dict.fromkeys(op.called_graphs)
+            if kind.runs is not None:
                 index.calls.append(op)
-            elif kind.stands_for is None:
-                index.add(op)
-            else:
-                if index.ops is graph.ops:
-                    index.ops = [part for each in graph.ops for part in each.parts]
-                for part in op.parts:
-                    index.add(part)
+                if not kind.runs.is_loop or op.attributes[kind.runs.turns]:
+                    called |= dict.fromkeys(op.called_graphs)
+            elif kind.between_replicas:
+                index.collectives.append(op)
+                if "op" not in op.attributes:
+                    index.moves.append(op)
+            elif kind.contracts is not None:
+                index.products.append(op)
+            elif kind.exchange:
+                index.exchanges.append(op)
+            elif kind.asserts:
+                index.statements.append(op)
+            elif kind.drops is not None:
+                index.dropouts.append(op)
+            elif kind.draws:
+                index.draws.append(op)
         waiting += reversed(called)
-    return found
+    return index

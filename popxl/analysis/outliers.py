@@ -54,7 +54,7 @@ def outliers(report: Report) -> Iterator[Finding]:
         stored += out
     _accept_gradients_of_shared(report, updates)
     yield from _losses(mesh, report, updates, stored)
-    said = {i for ops in report.ops for op in ops.statements for i in mesh.axes_of(op)}
+    said = {i for op in report.index.statements for i in mesh.axes_of(op)}
     batches = {each.op: each for each in (*unread_batches(mesh, report), *_same_batches(mesh, report))}
     yield from batches.values() if batches else _same_data(mesh, report, updates, said)
     yield from _scaled_sums(mesh, report)
@@ -73,8 +73,10 @@ def outliers(report: Report) -> Iterator[Finding]:
 def _accept_gradients_of_shared(report: Report, updates: Sequence[Update]) -> None:
     """Take back what was found in the sum over shards of the gradient of a variable that replicas share: each has used
     all of the variable with its shard of other values."""
+    if not any(found.category == REDUCED_SHARDS for found in report.findings):
+        return
     changed: dict[Op, list[Update]] = defaultdict(list)
-    for each in updates if any(found.category == REDUCED_SHARDS for found in report.findings) else ():
+    for each in updates:
         for op in each.how.by:
             changed[op].append(each)
     shared = {
@@ -195,7 +197,7 @@ def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[Update]) -> Ite
     """Scalars that each replica stores, computed from its own data. They may be intended, as the host gets all of
     them."""
     reduced = {i for each in updates for i in each.axes}
-    for op in (op for ops in report.ops for op in ops.exchanges):
+    for op in report.index.exchanges:
         if not op.outputs and op.inputs and op.inputs[0].nelms == 1:
             t = op.inputs[0]
             own = [i for i, along in enumerate(report.types[t]) if along == (VARYING, None) and i in reduced]
@@ -210,13 +212,14 @@ def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[Update]) -> Ite
 def _exchanges_without_dual(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """Exchanges of a graph and of its gradient graph along different axes. The gradient of an exchange is an exchange
     along the same axes."""
-    for graph in report.index:
+    axes_in: dict[Graph, dict[Op, tuple[int, ...]]] = defaultdict(dict)
+    for op in filter(_is_exchange, report.index.moves):
+        axes_in[op.graph][op] = mesh.axes_of(op)
+    for graph, own in axes_in.items():
         forward = graph.gradient_of
-        if forward is None or forward not in report.index:
+        if forward not in axes_in:
             continue
-        own, others = ({op: mesh.axes_of(op) for op in _exchanges(report, each)} for each in (graph, forward))
-        if not own or not others:
-            continue
+        others = axes_in[forward]
         odd = {op: axes for op, axes in own.items() if axes not in others.values()}
         if not odd and len(own) >= len(others):  # otherwise some have no gradient
             odd = {op: axes for op, axes in others.items() if axes not in own.values()}
@@ -229,17 +232,9 @@ def _exchanges_without_dual(mesh: Mesh, report: Report) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _exchanges(report: Report, graph: Graph) -> list[Op]:
-    """Ops of a graph that exchange floats between replicas, without a reduction."""
-    collectives = report.index[graph].collectives
-    return [
-        op
-        for op in collectives
-        if op.outputs
-        and op.outputs[0].dtype.is_floating_point
-        and "op" not in op.attributes
-        and op.kind.exchanged(op.attributes) == "own"
-    ]
+def _is_exchange(op: Op) -> bool:
+    """Whether replicas exchange floats by an op between them, which reduces nothing."""
+    return bool(op.outputs) and op.outputs[0].dtype.is_floating_point and op.kind.exchanged(op.attributes) == "own"
 
 
 def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:

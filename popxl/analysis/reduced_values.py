@@ -6,6 +6,7 @@ They are followed through linear ops, calls, and accumulators.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -82,10 +83,12 @@ Stored = list[tuple[Tensor, ReducedValue]]
 def reduced_values(report: Report) -> Iterator[tuple[list[Update], Stored]]:
     """Updates and stored numbers of each graph that reduces values, or calls a graph that returns reduced values."""
     returned: dict[Graph, Known] = {}
+    reducing = {op.graph for op in report.reductions}
+    called: dict[Graph, list[Graph]] = defaultdict(list)
+    for op in report.index.calls:
+        called[op.graph] += op.called_graphs
     for graph in report.graphs:  # callees first
-        index = report.index[graph]
-        called = (g for op in index.calls for g in op.called_graphs) if returned else ()
-        if any(op in report.reductions for op in index.collectives) or any(map(returned.get, called)):
+        if graph in reducing or any(map(returned.get, called[graph])):
             known: Known = {}
             yield _followed(graph, report, known, returned)
             returned[graph] = {t: known[t] for t in (*graph.outputs, *graph.inputs) if t in known}
@@ -103,7 +106,7 @@ def _followed(
     updates: list[Update] = []
     stored: Stored = []
     reached = known.keys()
-    for op in report.index[graph].ops:
+    for op in report.index.by_graph[graph]:
         behind = [] if reached.isdisjoint(op.inputs) else [t for t in op.inputs if t in known]
         if behind:
             if op.modified:
@@ -137,9 +140,9 @@ def _of_call(op: Op, returned: Mapping[Graph, Known]) -> Iterator[tuple[Tensor, 
 def _updates(report: Report, op: Op, known: Known) -> Iterator[Update]:
     """The changes that an op makes by reduced values: for each of these, that of the first variable of its size."""
     changed = [op.inputs[i].origin for i in sorted(op.modified)]
-    by = [t for i, t in enumerate(op.inputs) if i not in op.modified and t in known]
-    sizes = [t.nelms for t in by]
-    for t, size in zip(by, sizes, strict=True):
+    by = [(t, t.nelms) for i, t in enumerate(op.inputs) if i not in op.modified and t in known]
+    sizes = [size for _, size in by]
+    for t, size in by:
         if size > 1 and sizes.count(size) == 1:
             of = next((v for v in changed if v.producer is None and v.nelms == size), None)
             if of is not None:
@@ -160,8 +163,10 @@ def _result(op: Op, behind: Sequence[Tensor], known: Known, report: Report) -> R
 def _accumulated(op: Op, behind: Sequence[Tensor], known: Known) -> ReducedValue | None:
     """What an op leaves in an accumulator: a sum or mean of values that were all reduced in the same way, before."""
     rule, (accumulator, *others) = op.kind.sharding_rule, op.modified
+    if rule is None or others:
+        return None
     added = [t for t in behind if t is not op.inputs[accumulator]]
-    if rule is None or others or len(added) != 1:
+    if len(added) != 1:
         return None
     both = {accumulator, op.inputs.index(added[0])}
     is_sum = any(both <= together for together in rule.linear_positions(op.operand_names()))

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from popxl.analysis.mesh import Mesh
+from popxl.analysis.op_index import ProgramOps
 from popxl.core.printing import algebra
 from popxl.core.tensor import Tensor, Variable
 
 if TYPE_CHECKING:
-    from popxl.analysis.op_index import GraphOps
     from popxl.core.recording import Op
     from popxl.graph import Graph
 
@@ -162,7 +162,7 @@ class Report:
             op, and the positions of the axes.
         reductions: reductions over replicas.
         fed: type of the host's feeds; empty if it feeds single numbers only.
-        index: ops of each graph of the program, by their traits.
+        index: ops of the program, by their traits.
     """
 
     mesh: Mesh | None
@@ -176,12 +176,7 @@ class Report:
     reduced_updates: dict[Variable, tuple[Op, tuple[int, ...]]] = field(default_factory=dict)
     reductions: dict[Op, ReplicaReduction] = field(default_factory=dict)
     fed: ReplicaType = ()
-    index: dict[Graph, GraphOps] = field(default_factory=dict)
-
-    @property
-    def ops(self) -> Iterator[GraphOps]:
-        """Ops of the graphs that run, by their traits."""
-        return (self.index[graph] for graph in self.graphs)
+    index: ProgramOps = field(default_factory=ProgramOps)
 
     def text(self, t: Tensor) -> str:
         """The type of a tensor, such as `{data: varying, tensor: sharded 1}`; empty where it is the same on all."""
@@ -284,20 +279,22 @@ def variable_types(mesh: Mesh, variables: Iterable[Variable], learned: Container
     """Declared types of variables. Separate values of replicas count as data, unless they are `learned`."""
     known: dict[Hashable, ReplicaType] = {}  # many variables have the same grouping, that of a weight or of the Ir
     for v in variables:
-        key = (id(v.replica_grouping), v.group_axis, v in learned, v.dtype, id(v.location_info))
+        grouping, place = v.replica_grouping, v.location_info
+        is_learned = grouping.num_groups > 1 and v in learned and v.dtype.is_floating_point
+        key = (id(grouping), v.group_axis, is_learned, id(place.buffer if place.sharded else None))
         found = known.get(key)
         if found is None:
-            found = known[key] = _variable_type(mesh, v, v in learned)
+            found = known[key] = _variable_type(mesh, v, is_learned)
         yield found
 
 
-def _variable_type(mesh: Mesh, v: Variable, learned: bool) -> ReplicaType:
+def _variable_type(mesh: Mesh, v: Variable, is_learned: bool) -> ReplicaType:
     shared = mesh.spanned_axes(v.replica_grouping)
     if shared is None:
         return (NOT_KNOWN,) * len(mesh.names)
     own: AxisType = (SHARDED, v.group_axis)
     if v.group_axis is None:
-        own = (VARYING, OWN if learned and v.dtype.is_floating_point else None)
+        own = (VARYING, OWN if is_learned else None)
     place = v.location_info
     divided: tuple[int, ...] = ()
     if place.sharded and place.buffer is not None:

@@ -3,7 +3,7 @@ weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING
 
 from popxl.analysis.mesh import Mesh
@@ -32,7 +32,7 @@ def seed_lints(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int
         of_data: positions of the axes along which gradients are reduced.
         fed_alike: axes along which the program states that replicas have the same feeds.
     """
-    for op in (op for ops in report.ops for op in ops.dropouts):
+    for op in report.index.dropouts:
         drops = op.kind.drops
         if drops is None or not op.attributes[drops.ratio] or op.graph.gradient_of is not None:
             continue
@@ -62,13 +62,22 @@ def noise_lints(mesh: Mesh, report: Report, of_data: Set[int]) -> Iterator[Findi
     Args:
         of_data: positions of the axes along which gradients are reduced.
     """
-    for graph in report.graphs:
-        if of_data and report.index[graph].draws and graph.gradient_of is None:
-            yield from _shared_noise(mesh, report, graph, of_data)
+    for graph, draws in _by_graph(report.index.draws).items() if of_data else ():
+        if graph.gradient_of is None:
+            yield from _shared_noise(mesh, report, graph, draws, of_data)
 
 
-def _shared_noise(mesh: Mesh, report: Report, graph: Graph, of_data: Set[int]) -> Iterator[Finding]:
-    drawn = {t: op.inputs[0] for op in report.index[graph].draws for t in op.outputs}  # noise, with its seed
+def _by_graph(ops: Iterable[Op]) -> dict[Graph, list[Op]]:
+    found: dict[Graph, list[Op]] = {}
+    for op in ops:
+        found.setdefault(op.graph, []).append(op)
+    return found
+
+
+def _shared_noise(
+    mesh: Mesh, report: Report, graph: Graph, draws: Iterable[Op], of_data: Set[int]
+) -> Iterator[Finding]:
+    drawn = {t: op.inputs[0] for op in draws for t in op.outputs}  # noise, with its seed
     told: set[Tensor] = set()
     for op in graph.ops:
         noise = [t for t in op.inputs if t in drawn]
@@ -112,15 +121,13 @@ def _seed_variable(seed: Tensor) -> Variable | None:
 
 def stale_shards(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """Gathered values of sharded variables that products or calls use after the shards were changed."""
-    for graph in report.graphs:
-        if gathers := {op for op in report.index[graph].collectives if _gathers_shards(op)}:
-            yield from _stale(mesh, graph, gathers)
+    for graph, gathers in _by_graph(filter(_gathers_shards, report.index.moves)).items():
+        yield from _stale(mesh, graph, {*gathers})
 
 
 def _gathers_shards(op: Op) -> bool:
     """Whether an op gathers a variable or graph input from its shards."""
-    of_shards = "op" not in op.attributes and op.inputs[0].origin.producer is None
-    return of_shards and op.kind.exchanged(op.attributes) == "same"
+    return op.inputs[0].origin.producer is None and op.kind.exchanged(op.attributes) == "same"
 
 
 def _stale(mesh: Mesh, graph: Graph, gathers: Set[Op]) -> Iterator[Finding]:
@@ -154,8 +161,8 @@ def unread_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
 
     Excludes direct copies to a variable: all replicas may start with the value of one.
     """
-    for op in (op for ops in report.ops for op in ops.collectives):
-        if "op" in op.attributes or op.kind.exchanged(op.attributes) != "same":
+    for op in report.index.moves:
+        if op.kind.exchanged(op.attributes) != "same":
             continue
         (t, *_), load = op.inputs, _source_tensor(op.inputs[0]).producer
         is_fed = load is not None and bool(load.kind.exchange)
@@ -203,8 +210,8 @@ def _is_change(t: Tensor) -> bool:
 
 def shards_of_own_values(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """Shards that each replica takes of a different value, such as an unreduced gradient."""
-    for op in (op for ops in report.ops for op in ops.collectives):
-        if "op" in op.attributes or op.kind.exchanged(op.attributes) != "pieces" or not op.outputs[0].meta_shape:
+    for op in report.index.moves:
+        if op.kind.exchanged(op.attributes) != "pieces" or not op.outputs[0].meta_shape:
             continue
         (t, *_), load = op.inputs, _source_tensor(op.inputs[0]).producer
         own = [i for i in mesh.axes_of(op) if _is_own_data(report.types[t][i])]
@@ -239,13 +246,13 @@ def _readers(t: Tensor) -> Iterator[Op]:
 
 def transposed_weights(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """Square weights whose gradient belongs to the product with their transpose, or the reverse."""
-    for graph in (each for each in report.graphs if not each.id):  # the main graph, which has the variables
-        uses: dict[Tensor, dict[tuple[Tensor, bool], Op]] = {}
-        for op in report.index[graph].products:
-            weight, is_transposed = _transposed(op.inputs[1])
-            if isinstance(weight, Variable) and weight.rank == 2 and weight.shape[0] == weight.shape[1]:
-                uses.setdefault(weight, {})[op.inputs[0], is_transposed] = op
-        for op in graph.ops if uses else ():
+    uses: dict[Tensor, dict[tuple[Tensor, bool], Op]] = {}
+    for op in report.index.products:
+        weight, is_transposed = _transposed(op.inputs[1])
+        if isinstance(weight, Variable) and weight.rank == 2 and weight.shape[0] == weight.shape[1]:
+            uses.setdefault(weight, {})[op.inputs[0], is_transposed] = op
+    for graph in {weight.graph for weight in uses}:  # the main graph, which has the variables
+        for op in graph.ops:
             for i in op.modified:
                 for given in op.inputs[:i] + op.inputs[i + 1 :]:
                     yield from _of_gradient(mesh, uses.get(op.inputs[i].origin, {}), op.inputs[i].origin, given)

@@ -164,7 +164,7 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
         (executable,) = known
         return executable, {}, executable.as_text
     watch.begins("the program", 0, 1)
-    lowered = _lowered(layout)
+    lowered = lowered_program(layout)
 
     def compile() -> Any:
         executable = layout.compile_target.compile(lowered)
@@ -178,17 +178,10 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
         return pool.submit(compile).result(), {}, lowered.as_text
 
 
-def lowered_for(layout: Layout, platform: str) -> Any:
-    """Lower the entire program as one function for a JAX platform: "tpu", "cuda". Requires neither hardware nor
-    compiler; `CompileTarget.platform` of the layout must match."""
-    with layout.precision(), recursing_into(layout.main):
-        return _lowered(layout, platform)
-
-
-def _lowered(layout: Layout, platform: str = "") -> Any:
-    """Lower the entire program as one function, for its target or a given platform."""
+def lowered_program(layout: Layout) -> Any:
+    """Lower the entire program as one function, for its target."""
     step, arguments = _step(layout)
-    return lower(lambda: layout.compile_target.lower(donating(step, 0), *arguments, platform=platform))
+    return lower(lambda: layout.compile_target.lower(donating(step, 0), *arguments))
 
 
 def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -171,19 +171,20 @@ class CompileTarget:
         use the CPU for everything if all arrays are in host memory."""
         return nullcontext() if self.replicas.is_here else jax.default_device(self.replicas.device)
 
-    def lower(self, jitted: Any, *arguments: Any, platform: str = "") -> Any:
+    def lower(self, jitted: Any, *arguments: Any) -> Any:
         """Lower a jitted function for these devices.
 
         Args:
             jitted: the function.
             arguments: types of the arguments, as `jax.ShapeDtypeStruct`.
-            platform: platform to lower for, instead of that of the devices.
 
         Raises:
             PopxlError: if an op needs devices of its own: a `shard_map` over several.
         """
+        platforms = None if self.replicas.is_here else ("cuda" if self.platform == "gpu" else self.platform,)
         try:
-            return self._lowered(jitted, arguments, platform)
+            with self._with_default_device():
+                return jitted.trace(*arguments).lower(lowering_platforms=platforms)
         except ValueError as problem:
             if _OTHER_DEVICES_MESSAGE not in str(problem):
                 raise
@@ -193,13 +194,6 @@ class CompileTarget:
                 "and call that; or let the program have replicas, `popxl.Ir(replication=...)`, and ops of "
                 f"`popxl.ops.collectives`. JAX says: {problem}"
             ) from problem
-
-    def _lowered(self, jitted: Any, arguments: Sequence[Any], platform: str) -> Any:
-        if self.replicas.is_here:
-            return jitted.trace(*arguments).lower(lowering_platforms=(platform,) if platform else None)
-        platform = platform or ("cuda" if self.platform == "gpu" else self.platform)
-        with self._with_default_device():
-            return jitted.trace(*arguments).lower(lowering_platforms=(platform,))
 
     def compile(self, lowered: Any) -> Any:
         """Compile a lowered function with XLA.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 
 import popxl
-from runtime.program.compiled import lowered_for
+from runtime.lowering.lower import recursing_into
+from runtime.program.compiled import lowered_program
 from runtime.program.laying_out import lay_out
 from runtime.program.layout import Layout
 from runtime.targets.compile_target import CompileTarget
@@ -45,6 +47,10 @@ class Elsewhere(CompileTarget):
     def replicas(self) -> Replicas:
         return StandIns(self.count, self.devices, self.stands_for)
 
+    def lower(self, jitted: Any, *arguments: Any) -> Any:
+        platform = "cuda" if self.stands_for == "gpu" else self.stands_for
+        return jitted.trace(*arguments).lower(lowering_platforms=(platform,))
+
 
 def layout_for(ir: popxl.Ir, platform: str, devices: int = 1) -> Layout:
     """A program, laid out for so many devices of a platform: "tpu", "cuda"; or "cpu", as they are."""
@@ -55,4 +61,6 @@ def layout_for(ir: popxl.Ir, platform: str, devices: int = 1) -> Layout:
 
 def lowered_text(ir: popxl.Ir, platform: str, devices: int = 1) -> str:
     """The StableHLO of a program for a platform."""
-    return str(lowered_for(layout_for(ir, platform, devices), platform).as_text())
+    layout = layout_for(ir, platform, devices)
+    with layout.precision(), recursing_into(layout.main):
+        return str(lowered_program(layout).as_text())

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from popxl.errors import PopxlError
 from runtime.calibration import calibrate
@@ -23,6 +24,7 @@ examples:
   popxl show train.py                       print the graphs of the program, and the memory that they need
   popxl show --pictures plots train.py      the same, with pictures of the memory in the folder plots
   popxl check train.py                      print probable mistakes between replicas, and how they hold each value
+  popxl check train.py --json               the same, as JSON
   popxl check train.py --run                also run it beside the same program on one replica, and compare results
   popxl report train.py --layers 12         run the program; options after the file are its own
   popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
@@ -31,7 +33,7 @@ examples:
   popxl report train.py --target "gpu h100:8"   the same for eight GPUs, with the reports
   popxl report train_jax.py:step --target "gpu h100:8"   the first call of a JAX function of the program
   popxl tune train.py --target "tpu v5e:4x4"    try the choices of the program; print those that fit, and the fastest
-  popxl diff costs/session_0.json train.py    compare costs with those of a file
+  popxl diff costs/session_0.json train.py    compare costs with those of a file; --exit-code returns 1 if they differ
   popxl plan train.py --target "gpu h100" --budget 40GB   plan saved activations within 40 GB
   popxl calibrate --save cpu.json           measure this device, for times with POPXL_CHIP=cpu.json
   popxl --version                           versions and devices, for a bug report
@@ -52,7 +54,8 @@ can be elsewhere. Nothing is run.
 
 _CHECK = """\
 Print probable mistakes between replicas, such as a missing all-reduce, and how replicas hold each value. The program
-runs up to its first `session.run`; its sessions compile and run nothing. With --run, directly before or after the file,
+runs up to its first `session.run`; its sessions compile and run nothing. Two options are given directly before or after
+the file. With --json, all of that is printed as JSON, and what the program prints goes to standard error. With --run,
 each Ir also runs on the CPU, beside the same program on one replica, and differences are printed: `popxl.choice` then
 gives all axes the size one, or --run="ARGUMENTS" passes arguments that do so.
 """
@@ -101,7 +104,7 @@ def _run(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in _REMOVED:
         return fail(f"`{arguments[0]}` was removed: {_REMOVED[arguments[0]]}.", 2)
     arguments = [*(_RENAMED.get(each, each) for each in arguments[:1]), *arguments[1:]]
-    arguments, alone = _run_of(_options_of_plan(arguments))
+    arguments, of_check = _options_of_check(_options_of_plan(arguments))
     options = _parser().parse_args(arguments)
     saved: Path | None = getattr(options, "save", None)
     if saved is not None and (saved.is_dir() or not os.access(saved.parent, os.W_OK)):
@@ -111,7 +114,7 @@ def _run(arguments: Sequence[str]) -> int:
         print(calibrate(options.save))
         return 0
     if options.command == "diff":
-        return diff(options.old, options.new, options.target)
+        return diff(options.old, options.new, options.target, options.exit_code)
     if options.target is None and options.command != "check":
         options.target, options.args = _target_of(options.args)
     name, function = function_of(options.file)
@@ -143,7 +146,8 @@ def _run(arguments: Sequence[str]) -> int:
             return fail(f"plan: {problem}", 2)
         return plan(CommandArgs(file, options.args, pages=options.pages, target=target), budget, saved)
     run = {"show": show, "check": check_program, "report": report, "tune": tune}[options.command]
-    return run(CommandArgs(file, options.args, options.pictures, options.pages, options.costs, target, function, alone))
+    folders = (options.pictures, options.pages, options.costs)
+    return run(CommandArgs(file, options.args, *folders, target, function, **of_check))
 
 
 def _options_of_plan(arguments: Sequence[str]) -> Sequence[str]:
@@ -157,15 +161,24 @@ def _options_of_plan(arguments: Sequence[str]) -> Sequence[str]:
     return ["plan", *arguments[file + 1 : end], *arguments[1 : file + 1], *arguments[end:]]
 
 
-def _run_of(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str] | None]:
-    """Split `--run`, directly before or after the file, off the arguments of `check`: the other arguments, and the
-    program's arguments for one replica; `None` without the option.
+def _options_of_check(arguments: Sequence[str]) -> tuple[Sequence[str], dict[str, Any]]:
+    """Split `--run` and `--json`, directly before or after the file, off the arguments of `check`: the other arguments,
+    and what the options mean for `CommandArgs`. The second of the same option is the program's.
     """
-    for i in (1, 2) if arguments[:1] == ["check"] else ():
-        name, _, value = arguments[i].partition("=") if i < len(arguments) else ("", "", "")
-        if name == "--run":
-            return [*arguments[:i], *arguments[i + 1 :]], shlex.split(value)
-    return arguments, None
+    if arguments[:1] != ["check"]:
+        return arguments, {}
+    rest, found = [*arguments], dict[str, Any]()
+    for i in (1, 2):  # at the place of the file, and after it
+        while i < len(rest):
+            name, _, value = rest[i].partition("=")
+            if name == "--run" and "alone" not in found:
+                found["alone"] = shlex.split(value)
+            elif rest[i] == "--json" and "as_json" not in found:
+                found["as_json"] = True
+            else:
+                break
+            del rest[i]
+    return rest, found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -203,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
         _takes_program(command)
     command = commands.add_parser("diff", help=_summary(_DIFF), description=_DIFF, allow_abbrev=False)
     command.add_argument("--target", metavar="MACHINE", help=f"compile programs for this machine: {FORMS}")
+    command.add_argument("--exit-code", action="store_true", help="exit with 1 if anything differs, as `git diff` does")
     for name in ("old", "new"):
         command.add_argument(
             name, metavar=name.upper(), help="FILE.py, FILE.py:NAME, a saved program, or costs in a JSON file"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from popxl.analysis.checking import check
+from popxl.analysis.checking import check, report_data
 from popxl.analysis.memory import Memory
 from popxl.base.asked_memory import asking
 from popxl.base.container import is_packed
@@ -45,6 +46,7 @@ class CommandArgs:
         target: machine to compile for, by default this one.
         function: the JAX function of the program to report on; "" for its sessions.
         alone: arguments of the program for one replica, to compare with; `None` for no comparison.
+        as_json: whether to print JSON.
     """
 
     file: Path
@@ -55,6 +57,7 @@ class CommandArgs:
     target: Target | None = None
     function: str = ""
     alone: Sequence[str] | None = None
+    as_json: bool = False
 
     def idle_machine(self) -> Machine:
         """Machine that compiles for the target, or else for the devices that the program names, and runs nothing."""
@@ -105,7 +108,8 @@ def show(asked: CommandArgs) -> int:
 
 def check_program(asked: CommandArgs) -> int:
     """Print the findings and types of each Ir that a program builds; with a comparison, also what differs from the
-    program on one replica when both run. Compiles and runs nothing else.
+    program on one replica when both run. Compiles and runs nothing else. As JSON, all of that is one list, of an object
+    for each Ir; what the program prints then goes to standard error.
 
     Returns:
         The exit code: that of the program, if it fails; 1, if something is certainly wrong or differs, or it builds no
@@ -114,19 +118,27 @@ def check_program(asked: CommandArgs) -> int:
     irs: dict[Ir, None] = {}
     with watched(WatchingMachine(PlanningMachine()), irs), warnings.catch_warnings():
         warnings.simplefilter("ignore", ReplicationWarning)  # which is among the findings
-        _, code = run_file(asked.file, asked.arguments)
+        with redirect_stdout(sys.stderr if asked.as_json else sys.stdout):
+            _, code = run_file(asked.file, asked.arguments)
     certain = False
+    data = []
     for number, ir in enumerate(irs):
         found = check(ir)
         certain = certain or any(each.certain for each in found.findings)
-        print(f"\n=== {ir!r} ===\n\n{found}")
+        data.append({"ir": repr(ir), **report_data(found)})
+        if not asked.as_json:
+            print(f"\n=== {ir!r} ===\n\n{found}")
         if asked.alone is not None and not code:
             try:
                 comparison = compared_run(asked.file, asked.arguments, asked.alone, number)
             except (PopxlError, ValueError) as problem:
                 return fail(f"--run: {problem}", 2)
-            print(f"\n{comparison}")
+            data[-1]["comparison"] = asdict(comparison)
+            if not asked.as_json:
+                print(f"\n{comparison}")
             certain = certain or not comparison
+    if asked.as_json:
+        print(json.dumps(data, indent=2))
     if not irs and not code:
         return fail(f"{asked.file} builds no Ir: there is nothing to check.", 1)
     return code or int(certain)
@@ -175,22 +187,26 @@ def _report_function(asked: CommandArgs) -> int:
     return code
 
 
-def diff(old: str, new: str, machine: str | None) -> int:
+def diff(old: str, new: str, machine: str | None, exit_code: bool) -> int:
     """Print the changes in cost from one program to another, session by session.
 
     Returns:
-        The exit code: 0, also where something changed; 2 for files that cannot be compared.
+        The exit code: 0, also where something changed, unless it is to be the `exit_code`: then 1; 2 for files that
+        cannot be compared.
     """
+    has_changed = False
     try:
         target = None if machine is None else Target(machine)
         before, after = (_costs(each, target) for each in (old, new))
         if len(before) != len(after):
             return fail(f"diff: {old} makes {len(before)} sessions, and {new} {len(after)}: nothing to compare.", 2)
         for first, second in zip(before, after, strict=True):
-            print(changes_of(first, second))
+            found = changes_of(first, second)
+            has_changed = has_changed or bool(found)
+            print(found)
     except (ValueError, PopxlError) as problem:
         return fail(f"diff: {problem}", 2)
-    return 0
+    return int(exit_code and has_changed)
 
 
 def function_of(description: str) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from popxl.analysis.inference import infer
 from popxl.analysis.lints import drifting
@@ -10,6 +10,7 @@ from popxl.analysis.outliers import outliers
 from popxl.analysis.replication import Finding, Report
 
 if TYPE_CHECKING:
+    from popxl.core.recording import Op
     from popxl.ir import Ir
 
 
@@ -39,3 +40,32 @@ def check(ir: Ir) -> Report:
     report.findings += others
     report.findings.sort(key=lambda each: each.op.id)
     return report
+
+
+def report_data(report: Report) -> dict[str, Any]:
+    """A report in plain values, for JSON: the sizes of its axes by name, findings, notes, and ops that were not typed.
+
+    A message names the mistake and its remedy. Without a mesh, when nothing could be checked, the axes are `None`.
+    """
+    mesh = report.mesh
+    return {
+        "axes": None if mesh is None else dict(zip(mesh.names, mesh.sizes, strict=True)),
+        "findings": [_finding_data(each) for each in report.findings],
+        "notes": [_finding_data(each) for each in report.notes],
+        "not typed": [{"op": op.op_type, "reason": why, **_line_data(op)} for op, why in report.untyped.items()],
+    }
+
+
+def _finding_data(found: Finding) -> dict[str, Any]:
+    return {
+        "category": found.category,
+        "certain": found.certain,
+        "message": found.message,
+        "tensor": found.tensor,
+        "axes": found.axes,
+        **_line_data(found.op),
+    }
+
+
+def _line_data(op: Op) -> dict[str, Any]:
+    return {"file": op.source.file, "line": op.source.line, "code": op.source.text}

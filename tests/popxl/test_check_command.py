@@ -1,5 +1,6 @@
 """`popxl check`: what it finds in a program, and in the same program beside one replica (`--run`)."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,38 @@ def test_check_of_what_cannot_be_compared(
     assert main(["check", str(file), "--run", *arguments]) == 2
     error = capsys.readouterr().err
     assert "popxl: --run: " in error and message in error and "popxl.choice" in error
+
+
+@pytest.mark.parametrize("arguments", [["{file}", "--json"], ["--json", "{file}"]])
+def test_check_as_json(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the program prints, and options behind its own arguments, are not the command's."""
+    file = tmp_path / "train.py"
+    file.write_text("import sys; print(sys.argv[1:])" + PROGRAM.replace("GROUP", "tensor"))
+    assert main(["check", *(each.format(file=file) for each in arguments), "--json"]) == 1
+    out, err = capsys.readouterr()
+    (found,) = json.loads(out)
+    assert found["axes"] == {"data": 2, "tensor": 4} and found["notes"] == found["not typed"] == []
+    (finding,) = found["findings"]
+    assert finding.pop("message").startswith("Replicas share `w`, and each changes it by a value of its own along 'dat")
+    assert finding == {
+        "category": "drifting variable",
+        "certain": True,
+        "tensor": "w",
+        "axes": ["data"],
+        "file": str(file),
+        "line": 12,
+        "code": "ops.scaled_add_(w, dw, b=-0.1)",
+    }
+    assert err == "['--json']\n"
+
+
+def test_check_beside_one_replica_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(COMPARED.replace("SIZE", 'popxl.choice("data", [4, 1])').replace("REDUCTION", "add"))
+    assert main(["check", "--run", str(file), "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    (difference,) = found["comparison"]["differences"]
+    assert found["findings"] == [] and (difference["what"], difference["step"]) == ("w", 1)
 
 
 def test_check_of_a_right_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

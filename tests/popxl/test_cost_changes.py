@@ -176,5 +176,6 @@ def test_diff_of_saved_programs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert re.search(r"argument +w +768 B +1.54 kB", said) and re.search(r"operations +test_cost_changes.py:\d+", said)
     assert "lower.py" not in said
-    assert main(["diff", files[0], files[0]]) == 0
+    assert main(["diff", "--exit-code", *files]) == 1
+    assert main(["diff", "--exit-code", files[0], files[0]]) == 0
     assert "Nothing changed." in capsys.readouterr().out

@@ -100,7 +100,7 @@ class Analysis(OnPage, Record):
         return Page(f"Analysis of {self.name} on {where}", [*about, self.cost.totals(), *parts, *self.cost.details()])
 
     def _unused(self) -> list[str]:
-        """Which chips do nothing, or the same as others, and what to do about it; empty if all work."""
+        """Message about idle chips or duplicate work, with a remedy; empty without these."""
         is_repeated = self.devices == self.chips and self.is_replicated and not self.cost.collectives
         if self.chips == 1 or (self.devices == self.chips and not is_repeated):
             return []

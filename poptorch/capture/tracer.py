@@ -368,7 +368,7 @@ class Tracer:
         given: Mapping[str, Any],
         written: Mapping[str, Any],
     ) -> Any:
-        """Results of an op that is recorded as its decomposition; `NotImplemented` for others."""
+        """Record an op as its decomposition, and return the results; `NotImplemented` for ops without one."""
         is_part = self.differentiates and op in NORMS  # its statistics are functions of the input, to derivatives
         updates = [*written] == ["input"] and torch.Tag.inplace_view not in op.tags and name not in _OVERWRITING
         made_of = sequential_update(op, args[0]) if updates and isinstance(args[0], torch.Tensor) else None

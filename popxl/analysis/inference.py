@@ -144,7 +144,7 @@ class TypeInference:
 
 
 class _Contents(dict[Tensor, ReplicaType]):
-    """The current type of each tensor of a graph. That of a constant, or of a view or another alias, is derived."""
+    """Current type of each tensor of a graph. Types of constants, views and aliases are derived."""
 
     def __init__(self, program: TypeInference, held: Iterable[tuple[Tensor, ReplicaType]]) -> None:
         super().__init__(held)
@@ -190,7 +190,7 @@ class _GraphInference:
             types |= {t: join(types.get(t, now), now) for t, now in found.items()} if earlier else found
 
     def write(self, t: Tensor, type_: ReplicaType, change: tuple[Op, ReplicaType] | None) -> None:
-        """Note what an op has written to a tensor, and by what it has changed it."""
+        """Record the type that an op writes to a tensor, and the op's change of it."""
         content, made, base = self.content, self.made, t.origin
         if change is not None:
             before = self.changes.get(base, change)
@@ -232,7 +232,7 @@ class _GraphInference:
             content |= zip(op.outputs, made, strict=False)
 
     def overwrite(self, op: Op, types: tuple[ReplicaType, ...], made: ReplicaType) -> None:
-        """Note what an op writes to its operands, by what it changes them, and what it returns."""
+        """Record the types of overwritten operands and results of an op, with its change."""
         if op.kind.aliased:
             add_alias(op, self.storages)
         change = op, _join_of_others(types, op.modified) or self.program.given
@@ -245,7 +245,7 @@ class _GraphInference:
                 self.content[t] = made
 
     def local_results(self, op: Op, types: tuple[ReplicaType, ...]) -> Sequence[ReplicaType]:
-        """Result types of an op without communication, for types of its operands: one for each, or one for all."""
+        """Result types of an op without communication from operand types: one per result, or a single one."""
         kind = op.kind
         if kind.overwrites is not None and kind.overwrites.forgets(op.attributes):
             return [_join_of_others(types, op.modified) or self.program.given]
@@ -275,7 +275,7 @@ class _GraphInference:
         return tuple(SAME if i in axes else each for i, each in enumerate(before))
 
     def is_given(self, t: Tensor) -> bool:
-        """Whether a tensor is a variable or an input of the graph, a view of one, or its transpose."""
+        """Whether a tensor is a graph input or variable, its view, or its transpose."""
         if t.producer is not None and t.producer.attributes.get("permutation"):
             (t,) = t.producer.inputs
         return all(s.producer is None and not isinstance(s, Constant) for s in self.storages.get(t, (t,)))
@@ -383,7 +383,7 @@ def _is_zero(numbers: np.ndarray) -> bool:
 
 @lru_cache(256)
 def _join_of_others(types: tuple[ReplicaType, ...], modified: Collection[int]) -> ReplicaType | None:
-    """Join of the types of operands that an op does not change, if any."""
+    """Join of the types of unmodified operands; `None` without any."""
     others = tuple([each for i, each in enumerate(types) if i not in modified])
     return join_all(others) if others else None
 

@@ -88,7 +88,7 @@ def mesh_of(ir: Ir, collectives: Iterable[Op], variables: Iterable[Variable] = (
 
 @lru_cache(64)
 def _mesh(count: int, named: Axes | None, groups: Set[tuple[int, int]]) -> Mesh | None:
-    """The mesh of so many replicas, of which some are together in groups of a stride and a size."""
+    """Mesh of `count` replicas with groups, each given by stride and size."""
     places = {} if named is None else named.by_stride
     ends = {1, count}
     for stride, size in (*places, *groups):

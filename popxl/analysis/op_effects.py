@@ -106,7 +106,7 @@ def is_linear(op: Op) -> bool:
 
 
 def makes_zero(op: Op, zeros: Collection[int]) -> bool:
-    """Whether the results are zero because the operands at these positions are."""
+    """Whether zero operands at these positions make the results zero."""
     rule = op.kind.sharding_rule
     return rule is not None and any(
         together and together.issubset(zeros) for together in rule.linear_positions(op.operand_names())
@@ -159,7 +159,7 @@ def _remembered(
     make: Callable[..., T],
     *arguments: Any,
 ) -> T:
-    """What `make(op, *arguments)` has returned for an op of this kind and the same key."""
+    """Cached result of `make(op, *arguments)` by op kind and key."""
     known = memory.setdefault(op.kind, {})
     try:
         found = known.get(key)

@@ -88,7 +88,7 @@ def _accept_gradients_of_shared(report: Report, updates: Sequence[Update]) -> No
 
 
 def _outlying_updates(mesh: Mesh, updates: Sequence[Update]) -> Iterator[Finding]:
-    """Updates by values that differ from most others by a factor of the number of replicas."""
+    """Updates whose values differ from most comparable ones by a factor of the replica count."""
     for some in _comparable_updates(updates):
         by_scale: dict[str, list[Update]] = defaultdict(list)
         for each in some:
@@ -194,8 +194,7 @@ def _losses(mesh: Mesh, report: Report, updates: Sequence[Update], stored: Store
 
 
 def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[Update]) -> Iterator[Finding]:
-    """Scalars that each replica stores, computed from its own data. They may be intended, as the host gets all of
-    them."""
+    """Stored scalars computed from each replica's own data. Possibly intended: the host receives all of them."""
     reduced = {i for each in updates for i in each.axes}
     for op in report.index.exchanges:
         if not op.outputs and op.inputs and op.inputs[0].nelms == 1:

@@ -83,8 +83,8 @@ def _called_jaxpr(equation: Any) -> Any:
 
 
 def _largest_shards(equation: Any, operands: Sequence[AxisType]) -> Sequence[AxisType]:
-    """Types of operands, where those that are broadcast leave shards of a whole one where they are, as the maximum of a
-    softmax does."""
+    """Operand types with replicated types for broadcast shards beside sharded operands of full shape, such as the
+    maximum of a softmax."""
     shape = equation.outvars[0].aval.shape
     if equation.primitive.name in _PRODUCTS - {"mul"}:
         return operands
@@ -97,7 +97,7 @@ def _largest_shards(equation: Any, operands: Sequence[AxisType]) -> Sequence[Axi
 
 
 def _rule(equation: Any) -> Rule:
-    """The sharding rule of a primitive; one for all results."""
+    """Sharding rule of a primitive, common to all results."""
     operands, result = _labels(equation)
     floats = [getattr(v.aval.dtype, "kind", "") not in "biu" for v in equation.invars]
     return Rule(operands, [result], _linear(equation), floats)
@@ -133,7 +133,7 @@ def _labels(equation: Any) -> tuple[Sequence[Labels], Labels]:
             d if size == shape[d] else None
             for d, size in zip(parameters["broadcast_dimensions"], shapes[0], strict=True)
         ]
-        return [_at(places)], _at(d if d in places else None for d in range(len(shape)))
+        return [_labels_at(places)], _labels_at(d if d in places else None for d in range(len(shape)))
     if name == "squeeze":
         gone = [d % ranks[0] for d in parameters["dimensions"]]
         kept = [(d,) for d in range(ranks[0]) if d not in gone]
@@ -151,18 +151,18 @@ def _labels(equation: Any) -> tuple[Sequence[Labels], Labels]:
         return operands, result
     if name.startswith(("reduce_", "arg", "sort", "top_k", "cum", "gather", "conv_")):
         return [((),) * rank for rank in ranks], ((),) * len(shape)
-    return [_broadcast(each, shape) for each in shapes], _at(range(len(shape)))
+    return [_broadcast(each, shape) for each in shapes], _labels_at(range(len(shape)))
 
 
 def _broadcast(shape: Sequence[int], result: Sequence[int]) -> Labels:
-    """Labels of an operand that has the dimensions of the result, or is of size 1 along some, which have none."""
+    """Labels of an operand broadcast to a result; dimensions of size 1 have none."""
     if len(shape) != len(result) or any(size not in (1, of) for size, of in zip(shape, result, strict=True)):
         return ((),) * len(shape)
-    return _at(d if size == result[d] else None for d, size in enumerate(shape))
+    return _labels_at(d if size == result[d] else None for d, size in enumerate(shape))
 
 
-def _at(places: Iterable[int | None]) -> Labels:
-    """Labels of dimensions that are those of a result at these places."""
+def _labels_at(places: Iterable[int | None]) -> Labels:
+    """Labels of dimensions by their positions in a result; none for `None`."""
     return tuple(() if d is None else (d,) for d in places)
 
 

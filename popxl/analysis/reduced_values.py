@@ -138,7 +138,7 @@ def _of_call(op: Op, returned: Mapping[Graph, Known]) -> Iterator[tuple[Tensor, 
 
 
 def _updates(report: Report, op: Op, known: Known) -> Iterator[Update]:
-    """The changes that an op makes by reduced values: for each of these, that of the first variable of its size."""
+    """Updates of variables by reduced values: each updates the first variable of equal size."""
     changed = [op.inputs[i].origin for i in sorted(op.modified)]
     by = [(t, t.nelms) for i, t in enumerate(op.inputs) if i not in op.modified and t in known]
     sizes = [size for _, size in by]
@@ -150,7 +150,7 @@ def _updates(report: Report, op: Op, known: Known) -> Iterator[Update]:
 
 
 def _result(op: Op, behind: Sequence[Tensor], known: Known, report: Report) -> ReducedValue | None:
-    """What an op makes of reduced values, those `behind` it, where that is followed."""
+    """Result of an op on reduced operands `behind` it; `None` where results are not tracked."""
     if op in report.reductions:
         if op.attributes["op"] not in ("add", "mean"):
             return None
@@ -161,7 +161,7 @@ def _result(op: Op, behind: Sequence[Tensor], known: Known, report: Report) -> R
 
 
 def _accumulated(op: Op, behind: Sequence[Tensor], known: Known) -> ReducedValue | None:
-    """What an op leaves in an accumulator: a sum or mean of values that were all reduced in the same way, before."""
+    """New value of an accumulator, if it sums or averages values with one kind of reduction."""
     rule, (accumulator, *others) = op.kind.sharding_rule, op.modified
     if rule is None or others:
         return None
@@ -174,7 +174,7 @@ def _accumulated(op: Op, behind: Sequence[Tensor], known: Known) -> ReducedValue
 
 
 def scaled(op: Op, t: Tensor, reduced: ReducedValue) -> ReducedValue | None:
-    """What an op makes of a reduced value `t`, if it is linear in each element of it."""
+    """Result of an op on a reduced value `t`, if elementwise linear."""
     if op.modified or not op.outputs:
         return None
     if op.kind.between_replicas:
@@ -195,7 +195,7 @@ def scaled(op: Op, t: Tensor, reduced: ReducedValue) -> ReducedValue | None:
 
 
 def _reduced(op: Op, report: Report) -> ReducedValue:
-    """Result of a reduction. Before it, a scale by a number of replicas alone is followed: others are the loss's."""
+    """Result of a reduction, including an earlier scale by a replica count; other scales belong to the loss."""
     t = op.inputs[0]
     scale = t.producer
     while scale is not None and scale.op_type in ("Cast", "Identity"):
@@ -213,5 +213,5 @@ def _reduced(op: Op, report: Report) -> ReducedValue:
 
 
 def is_of_replicas(ratio: float, *counts: int) -> bool:
-    """Whether a ratio is the number of replicas of some reduction, or its inverse."""
+    """Whether a ratio equals a replica count or its inverse."""
     return any(n > 1 and math.isclose(number, n, rel_tol=1e-4) for n in counts for number in (ratio, 1 / ratio))

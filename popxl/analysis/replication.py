@@ -179,7 +179,7 @@ class Report:
     index: ProgramOps = field(default_factory=ProgramOps)
 
     def text(self, t: Tensor) -> str:
-        """The type of a tensor, such as `{data: varying, tensor: sharded 1}`; empty where it is the same on all."""
+        """Type of a tensor as text, such as `{data: varying, tensor: sharded 1}`; empty for replicated tensors."""
         return "" if self.mesh is None or t not in self.types else type_text(self.mesh, self.types[t])
 
     def listing(self, graph: Graph) -> str:

@@ -56,12 +56,14 @@ class Rule(NamedTuple):
 
 
 def covers(rule: Rule, given: Sequence[AxisType], shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Whether no operand has shards along a dimension that the operation does not treat element by element, or that is
-    broadcast to one that is not divided."""
+    """Whether the rule describes all shards: along elementwise dimensions, and broadcast only to sharded ones."""
     return all(
         kind is not SHARDED
         or d is None
-        or (_cut(labels, d)[1] and (d == FLAT or shape[d] > 1 or _is_divided(labels[d], rule, given, shapes)))
+        or (
+            _sharded_factors(labels, d)[1]
+            and (d == FLAT or shape[d] > 1 or _is_divided(labels[d], rule, given, shapes))
+        )
         for labels, (kind, d), shape in zip(rule.operands, given, shapes, strict=True)
     )
 
@@ -69,7 +71,7 @@ def covers(rule: Rule, given: Sequence[AxisType], shapes: Sequence[tuple[int, ..
 def _is_divided(
     factors: Sequence[str | int], rule: Rule, given: Sequence[AxisType], shapes: Sequence[tuple[int, ...]]
 ) -> bool:
-    """Whether all operands in which a dimension is larger than 1 are shards."""
+    """Whether all operands with a dimension of these factors above size 1 are sharded."""
     return all(
         kind is SHARDED or all(size == 1 for size, each in zip(shape, labels, strict=True) if each == factors)
         for labels, (kind, _), shape in zip(rule.operands, given, shapes, strict=True)
@@ -130,7 +132,7 @@ def _type_of_terms(rule: Rule, given: Sequence[AxisType], flaws: Flaws) -> AxisT
 
 
 def _are_equal(types: Sequence[AxisType]) -> bool:
-    """Whether all are the same on all replicas."""
+    """Whether all types are replicated."""
     return all(kind <= REPLICATED for kind, _ in types)
 
 
@@ -144,7 +146,7 @@ def _flawed(terms: AxisType, flaw: str, flaws: Flaws) -> AxisType:
 
 def _type_of_shards(operands: Sequence[Labels], result: Labels, given: Sequence[AxisType]) -> AxisType:
     """What an operation makes of shards: of terms of a sum, if it sums over the dimension that they are along."""
-    cut = {_cut(labels, d) for labels, (kind, d) in zip(operands, given, strict=True) if kind is SHARDED}
+    cut = {_sharded_factors(labels, d) for labels, (kind, d) in zip(operands, given, strict=True) if kind is SHARDED}
     if any(_is_summed(factors, operands, result, given) for _, factors in cut):
         return _SUM
     if len(cut) > 1:
@@ -159,7 +161,7 @@ def _type_of_shards(operands: Sequence[Labels], result: Labels, given: Sequence[
 def _is_summed(
     factors: Sequence[str | int], operands: Sequence[Labels], result: Labels, given: Sequence[AxisType]
 ) -> bool:
-    """Whether a result is a sum over factors, and all operands that have them are shards."""
+    """Whether a result is a sum over factors, with all operands sharded along them."""
     if not factors or not {*factors}.isdisjoint(chain.from_iterable(result)):
         return False
     return all(
@@ -168,8 +170,8 @@ def _is_summed(
     )
 
 
-def _cut(labels: Labels, dimension: int | None) -> tuple[bool, tuple[str | int, ...]]:
-    """Whether shards are of the flattened value; and the factors that are divided."""
+def _sharded_factors(labels: Labels, dimension: int | None) -> tuple[bool, tuple[str | int, ...]]:
+    """Whether the flattened value is sharded, and the sharded factors."""
     if dimension == FLAT:
         return True, tuple(chain.from_iterable(labels)) if all(labels) else ()
     return False, () if dimension is None or dimension >= len(labels) else labels[dimension][:1]

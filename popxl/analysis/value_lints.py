@@ -259,7 +259,7 @@ def transposed_weights(mesh: Mesh, report: Report) -> Iterator[Finding]:
 
 
 def _of_gradient(mesh: Mesh, uses: Mapping[tuple[Tensor, bool], Op], w: Tensor, gradient: Tensor) -> Iterator[Finding]:
-    """Whether a weight gradient is transposed: `xᵀ @ dy` for the product `x @ wᵀ`, or `dyᵀ @ x` for `x @ w`."""
+    """Findings of a transposed weight gradient: `xᵀ @ dy` for the product `x @ wᵀ`, or `dyᵀ @ x` for `x @ w`."""
     while (op := gradient.producer) is not None and op.op_type in _SCALING and op.inputs[0].shape == gradient.shape:
         gradient = op.inputs[0]
     if op is None or op.kind.contracts is None:

@@ -42,7 +42,7 @@ def view_of(t: Tensor) -> Op | None:
 def bases_first(
     t: Tensor, known: Container[Tensor], bases_of: Callable[[Tensor], Sequence[Tensor]]
 ) -> Iterator[Tensor]:
-    """Tensors that a view is made of, each after its own bases, and the view last.
+    """Yield all bases of a view, each after its own bases, then the view itself.
 
     Args:
         t: the view.

@@ -221,7 +221,7 @@ class Contracts(Trait):
 
 @dataclass(frozen=True)
 class ShardingRule(Trait):
-    """Which dimensions of operands are which of results, and in which operands the op is linear.
+    """Correspondence between operand and result dimensions, and operands in which the op is linear.
 
     Checks of programs with replicas trace `lowering` for what is not declared.
 
@@ -248,7 +248,7 @@ class ShardingRule(Trait):
         shapes: Sequence[tuple[int, ...]],
         attributes: Mapping[str, Any],
     ) -> tuple[list[str], list[str]]:
-        """Subscripts of each operand and of each result; `operands` are the names, if some operand is a plain value."""
+        """Subscripts of each operand and result; `operands` names tensor operands beside plain values."""
         text = self.subscripts if isinstance(self.subscripts, str) else self.subscripts(shapes, attributes)
         given, made = (side.split(",") for side in text.split("->"))
         if len(given) == 1:
@@ -368,7 +368,7 @@ class Runs(Trait):
 
     @property
     def is_loop(self) -> bool:
-        """Whether a loop has the graph as its body."""
+        """Whether the graph is a loop body."""
         return bool(self.turns)
 
     @property

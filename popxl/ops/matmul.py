@@ -232,7 +232,7 @@ def _contracted_spec(*ts: Any, subscripts: str) -> TensorSpec | tuple[TensorSpec
 
 
 def _written_out(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> str:
-    """Subscripts with those of the result."""
+    """Subscripts with explicit result subscripts."""
     text = attributes["subscripts"].replace(" ", "")
     if "->" in text:
         return text

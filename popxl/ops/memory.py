@@ -78,7 +78,7 @@ def available_after(t: Tensor, other: Tensor) -> Tensor:
 
 
 def without_wait(t: Tensor) -> Tensor:
-    """The tensor that `t` equals, if `t` is only to be available after another one; else `t` itself."""
+    """Operand of the `available_after` op that produces `t`; `t` itself for other producers."""
     op = t.origin.producer
     return t if op is None or op.kind is not available_after_kind else op.inputs[0]
 

@@ -47,22 +47,22 @@ def _has_axis(t: Any, *, axis: int) -> TensorSpec:
     return like_first(t)
 
 
-def _before(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> str:
-    """Subscripts of the dimensions before `axis`, which are rows."""
+def _row_subscripts(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> str:
+    """Subscripts with labels of row dimensions: all before `axis`."""
     rank = len(shapes[0])
     rows = ascii_letters[: attributes["axis"] % rank]
     return f"{rows}{'_' * (rank - len(rows))}->{rows}{'_' * (rank - len(rows))}"
 
 
 _softmax_grad = OpKind(
-    "SoftmaxGrad", _softmax_backward, shape=like_first, traits=[ShardingRule(_before, linear=("g",))]
+    "SoftmaxGrad", _softmax_backward, shape=like_first, traits=[ShardingRule(_row_subscripts, linear=("g",))]
 )
 _softmax = OpKind(
     "Softmax",
     _softmax_lowering,
     shape=_has_axis,
     gradient={"t": lambda g, out, axis: _softmax_grad(g, out, axis=axis)},
-    traits=[*REAL, ShardingRule(_before)],
+    traits=[*REAL, ShardingRule(_row_subscripts)],
 )
 
 

@@ -26,7 +26,7 @@ from popxl.values.subscripts import permutation_subscripts, reshape_subscripts
 
 
 def _inferred(before: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes after a reshape, with the one that -1 stands for."""
+    """Sizes after a reshape, with the inferred size in place of -1."""
     known = math.prod(size for size in shape if size != -1)
     return tuple(math.prod(before) // known if size == -1 else size for size in shape)
 

@@ -417,7 +417,7 @@ def leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
 def _leading_through_calls(
     graph: Graph, provided: frozenset[Tensor], known: dict[tuple[Graph, frozenset[Tensor]], set[Tensor]]
 ) -> set[Tensor]:
-    """As `leading_to`; `known` has the results so far, so that a graph is not walked through for each of its calls."""
+    """Implementation of `leading_to`; `known` caches results by graph and provided outputs, across calls."""
     if (graph, provided) in known:
         return known[graph, provided]
     leads = set(provided)

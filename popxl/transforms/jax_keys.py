@@ -20,7 +20,7 @@ def generator_of(aval: Any) -> str | None:
 
     Generators that JAX knows by no name are not among them.
     """
-    known = _known(aval.dtype) if _holds_keys(aval) else None
+    known = _key_type(aval.dtype) if _holds_keys(aval) else None
     return None if known is None else known[0]
 
 
@@ -28,12 +28,12 @@ def data_type(aval: Any) -> Any:
     """Type of the key data, for key types; other types unchanged."""
     if generator_of(aval) is None:
         return aval
-    data = _known(aval.dtype)[1]  # type: ignore[index]
+    data = _key_type(aval.dtype)[1]  # type: ignore[index]
     return jax.ShapeDtypeStruct((*aval.shape, *data.shape), data.dtype)
 
 
 @cache
-def _known(dtype: Any) -> tuple[str, Any] | None:
+def _key_type(dtype: Any) -> tuple[str, Any] | None:
     """Name of a generator, and data type of a single key."""
     names: list[Any] = []
 

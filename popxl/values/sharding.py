@@ -107,7 +107,7 @@ class ShardLayout:
         return [(start + room, start + self.size) for start in starts]
 
     def _families(self) -> list[tuple[list[int], int]]:
-        """For each replica, the holders of shards of one value, and its position among them."""
+        """Holders of the shards of one value for each replica, with its position among them."""
         if self.count is None:
             return [([replica], 0) for replica in range(len(self.grouping.assignment))]
         groups = self.grouping.const_rg.assignment

@@ -22,7 +22,7 @@ Labels = tuple[tuple[str | int, ...], ...]
 def parse(
     operands: tuple[str, ...], results: tuple[str, ...], ranks: tuple[int, ...]
 ) -> tuple[tuple[Labels, ...], tuple[Labels, ...]]:
-    """The labels of operands of these ranks, and of the results.
+    """Parse subscripts into labels of operands, given their ranks, and of results.
 
     Example:
         >>> parse(("ik", "kj"), ("ij",), (2, 2))[1]
@@ -71,7 +71,7 @@ def permutation_subscripts(permutation: tuple[int, ...]) -> str:
 
 @lru_cache(1024)
 def reshape_subscripts(before: tuple[int, ...], after: tuple[int, ...]) -> str:
-    """Subscripts of a reshape: the factors that both shapes have. `_` for dimensions with others, or of size 1.
+    """Subscripts of a reshape: common factors of both shapes; `_` for other dimensions, and dimensions of size 1.
 
     Example:
         >>> reshape_subscripts((5, 6), (5, 3, 2))

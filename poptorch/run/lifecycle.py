@@ -34,6 +34,7 @@ from poptorch.run.model_proxy import ModelProxy
 from poptorch.run.signature_cache import SignatureCache
 from poptorch.run.smaller_batches import Run, SmallerBatches
 from poptorch.run.spans import traced
+from poptorch.run.tracebacks import ShortTracebacks
 from poptorch.run.trained_graph_breaks import TrainedBrokenGraph
 from poptorch.run.trainer import Trainer
 from poptorch.run.weight_sync import WeightSync, release_weights
@@ -76,10 +77,13 @@ class ModelLifecycle(ModelProxy):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model for given arguments.
 
+        The traceback of an error in the model leaves out the frames of libraries before the model's own code. With
+        `poptorch.setLogLevel("DEBUG")`, it has all frames.
+
         Raises:
             poptorch.Error: for an unsupported op, a missing loss, and any other error of the model.
         """
-        with compiling():
+        with compiling(), ShortTracebacks():
             self._compile(args, kwargs)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,36 @@ def test_shapes_that_do_not_fit_are_an_error_and_not_logged_too(caplog: pytest.L
         model(torch.zeros(2, 5))
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
+
+
+class Refusing(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return self.checked(torch.nn.functional.relu(x))
+
+    def checked(self, x: Any) -> Any:
+        if x.shape[0] == 2:
+            raise ValueError("two rows")
+        return x @ x
+
+
+def test_tracebacks_begin_in_the_model() -> None:
+    """The frames between a call and the model's code are left out, unless the log is for developers; not those after
+    it."""
+
+    def frames(rows: int) -> list[str]:
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            poptorch.inferenceModel(Refusing().eval())(torch.zeros(rows, 5))
+        return [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
+
+    assert frames(2) == ["frames", "__call__", "in_span", "compile", "forward", "checked"]
+    of_an_op = frames(3)
+    assert of_an_op[3:6] == ["compile", "forward", "checked"] and len(of_an_op) > 6
+    level = logger.level
+    try:
+        setLogLevel("DEBUG")
+        assert "compiled_model" in frames(2)
+    finally:
+        logger.setLevel(level)
 
 
 def test_errors_of_the_device() -> None:

@@ -29,6 +29,7 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.fake_dependency import computed_after
 from runtime.lowering.collective_order import after_token, first_token, next_token
+from runtime.lowering.environment import Environment
 
 Position = int | Array
 
@@ -71,6 +72,7 @@ class Channels:
         self._fetched: dict[RemoteBuffer, list[tuple[Array, Array | None]]] = {}  # since the last store
         self._slots_before = self._slots()  # when one was last fetched, or all began
         self._computed_before = self._computed
+        self._later_slots: dict[RemoteBuffer, Array] = {}  # for fetches after the next result
 
     def load(self, stream: Stream) -> Array:
         """Load the next element of a stream."""
@@ -116,26 +118,43 @@ class Channels:
         """Replace the slots of a remote buffer."""
         self._channels[buffer] = (slots, 0)
 
-    def order_fetch(self) -> None:
+    def order_fetch(self, environment: Environment) -> None:
         """Order the next fetch from remote buffers after all stores; without stores, after the results before the last
         fetch, so that transfer and computation overlap.
 
         XLA orders only computations that depend on each other. It would fetch slots at the start of a run, keep them on
         the device until they are needed, and merge two loads of a slot. So the buffers pass a barrier together.
+
+        Fetches after the next result wait for the last one. Both pass a barrier now, while ops are still to read that
+        result: XLA drops results of a barrier that nothing reads, and the order with them.
+
+        Args:
+            environment: the environment of the fetch, where later ops read the last result as the barrier returns it.
         """
-        computed = self._computed_before
-        waits = () if computed is None or computed is self._computed or self._has_stored() else (computed,)
-        if waits or self._has_stored():
-            self._pass_barrier(waits)
+        if self._has_stored():
+            self._pass_barrier()
+        elif self._computed is self._computed_before:
+            return
+        elif self._later_slots:
+            self._replace_slots(self._later_slots)
+        if self._computed is not None:
+            slots = self._slots()
+            *later, computed = lax.optimization_barrier((*slots.values(), self._computed))
+            self._later_slots = dict(zip(slots, later, strict=True))
+            environment.replace_value(self._computed, computed)
+            self._computed = computed
         self._computed_before = self._computed
 
     def order_store(self) -> None:
         """Order the next store to remote buffers after earlier stores, if other results were computed since.
 
-        XLA would let all of it be under way until it is needed, and keep it on the device meanwhile.
+        XLA would let all of it be under way until it is needed, and keep it on the device meanwhile. Slots that passed
+        a barrier for later fetches are stored to: XLA copies a whole buffer that is changed beside them.
         """
-        if self._has_stored() and self._computed is not self._computed_before:
-            self._pass_barrier(())
+        if not self._has_stored():
+            self._replace_slots(self._later_slots)
+        elif self._computed is not self._computed_before:
+            self._pass_barrier()
         self._computed_before = self._computed
 
     def record_fetched(self, buffer: RemoteBuffer, slot: Array) -> None:
@@ -158,11 +177,19 @@ class Channels:
         """Whether any slot was stored since the last barrier."""
         return any(array is not self._slots_before[buffer] for buffer, array in self._slots().items())
 
-    def _pass_barrier(self, others: Sequence[Array]) -> None:
+    def _pass_barrier(self) -> None:
+        """Order the slots of all buffers after the stores to any.
+
+        XLA drops no stores from the barrier: the slots of a buffer that has stores are a result of the program.
+        """
         slots = self._slots()
-        for buffer, array in zip(slots, lax.optimization_barrier((*slots.values(), *others)), strict=False):
+        self._replace_slots(dict(zip(slots, lax.optimization_barrier([*slots.values()]), strict=True)))
+
+    def _replace_slots(self, slots: Mapping[RemoteBuffer, Array]) -> None:
+        """Continue with equal slots, which become available later."""
+        for buffer, array in slots.items():
             self.set_slots(buffer, array)
-        self._slots_before = self._slots()
+        self._slots_before, self._later_slots = self._slots(), {}
 
     def _slots(self) -> dict[RemoteBuffer, Array]:
         """The slots of all remote buffers."""
@@ -228,7 +255,7 @@ class Channels:
                 self._channels[stream] = (positions[i], None)
             else:
                 self._channels[stream] = positions[i]
-        self._slots_before = self._slots()
+        self._slots_before, self._later_slots = self._slots(), {}
 
     def loop_channels(self, streams: Sequence[AnyChannel]) -> LoopChannels:
         """Split some channels into loop-invariant and loop-carried state."""

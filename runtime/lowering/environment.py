@@ -151,6 +151,11 @@ class Environment:
         if not views and view_of(storage) is None and not isinstance(self.values.get(storage), PackedSlot):
             self.values[storage] = value
 
+    def replace_value(self, before: Array, after: Array) -> None:
+        """Let later ops read an equal value wherever they would read `before`."""
+        for storage in [storage for storage, value in self.values.items() if value is before]:
+            self.values[storage] = after
+
     def write(self, t: Tensor, value: Array) -> None:
         """Write a tensor: its storage, or the viewed part of a storage."""
         changes = [(t, value)]

@@ -84,7 +84,7 @@ def _slot(lowering: Lowering, op: Op, environment: Environment, context: Context
     buffer, channels = op.attributes["buffer"], context.channels
     offset = _offset(op, environment)
     if is_on_host(channels.slots(buffer)):
-        channels.order_fetch()
+        channels.order_fetch(environment)
         slot = _from_host(lowering, channels.slots(buffer), offset)
         channels.record_fetched(buffer, slot)
     else:

@@ -68,6 +68,25 @@ def test_a_report_warns_where_nothing_is_on_the_host() -> None:
 
 
 @pytest.mark.targets
+def test_slots_are_fetched_one_result_ahead() -> None:
+    """XLA would fetch all weights at once: for the forward pass, and for the backward pass after it."""
+    layers, width = 8, 1024
+    ir = popxl.Ir()
+    ir.options.calledGraphs = "inlined"
+    with ir.main_graph, popxl.in_sequence():
+        x = ops.host_load(popxl.h2d_stream((64, width), popxl.float32, "x"))
+        buffer = popxl.remote_buffer((width, width), popxl.float32, layers)
+        forward = []
+        for i in range(layers):
+            x = ops.tanh(x @ ops.remote_load(buffer, i))
+            forward.append(x)
+        for i in reversed(range(layers)):
+            x = ops.tanh((x * forward[i]) @ ops.remote_load(buffer, i).T)
+        addons.host_store(x)
+    assert popxl.Session(ir, "gpu h100").memory().temporaries < 4 * width * width * 4
+
+
+@pytest.mark.targets
 @pytest.mark.parametrize("target", ["tpu v5e", "gpu h100"])
 def test_slots_are_updated_in_loops(target: str) -> None:
     """State in a remote buffer: no gradients of all layers on the device, and no copy of the buffer anywhere."""

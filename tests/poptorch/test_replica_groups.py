@@ -11,6 +11,9 @@ torch = pytest.importorskip("torch")
 # ruff: noqa: E402 - poptorch needs torch
 import poptorch
 from poptorch import CommGroupType, VariableRetrievalMode, optim
+from popxl.analysis.checking import check
+from runtime.machine import PlanningMachine
+from runtime.watched_runs import WatchingMachine, watched
 
 
 class Columns(torch.nn.Module):
@@ -121,3 +124,37 @@ def test_wrong_groups() -> None:
         model.weight.replicaGrouping(CommGroupType.NoGrouping, 1, VariableRetrievalMode.OnePerGroup)
     with pytest.raises(ValueError, match="replicaGrouping: `shards` is '2'; expected the number of replicas in each"):
         model.weight.replicaGrouping(CommGroupType.Consecutive, "2", VariableRetrievalMode.OnePerGroup)
+
+
+class WithBuffers(torch.nn.Module):
+    """Statistics and a count that training changes, a dropout, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        y = self.last(torch.nn.functional.dropout(torch.relu(self.norm(self.first(x))), 0.5))
+        return poptorch.identity_loss((y**2).mean(), "mean")
+
+
+@pytest.mark.parametrize("way", ["own buffers", "accumulated gradients", "grouped weights"])
+def test_the_check_of_replicas_finds_nothing(way: str) -> None:
+    options = poptorch.Options().replicationFactor(4).broadcastBuffers(False)
+    module: torch.nn.Module = WithBuffers()
+    x = torch.ones(16, 3)
+    if way == "accumulated gradients":
+        options.Training.gradientAccumulation(2)
+    elif way == "grouped weights":
+        options.inputReplicaGrouping(2, CommGroupType.Consecutive)
+        module, x = Columns(torch.ones(2, 3, 5)), torch.ones(2, 3)
+    model = poptorch.trainingModel(module, options, optim.AdamW(module.parameters(), lr=0.01))
+    if way == "grouped weights":
+        model.weight.replicaGrouping(CommGroupType.Orthogonal, 2, VariableRetrievalMode.OnePerGroup)
+    machine = WatchingMachine(PlanningMachine())
+    with watched(machine):
+        model.compile(x)
+    ((ir, _),) = machine.programs
+    assert [str(each) for each in check(ir).findings] == []

@@ -97,6 +97,8 @@ class TypeFindings:
             for other, (kind, _) in zip(op.inputs, types, strict=True)
             if kind <= REPLICATED and other.dtype.is_floating_point
         ]
+        if flaw == "linear" and all(self.is_compared(each, axis) for each in op.outputs):
+            return
         if flaw == "linear":
             self.find(
                 "nonlinear function of partial", False, op, t, [axis],
@@ -112,6 +114,17 @@ class TypeFindings:
                 f"each adds {more}, which is the same on all: the sum has it as many times as there are replicas. "
                 "Reduce {t} first, with `ops.collectives.replicated_all_reduce`, and add then.",
             )  # fmt: skip
+
+    def is_compared(self, t: Tensor, axis: int) -> bool:
+        """Whether replicas along an axis use a value of each, such as the norm of a shard, for nothing but the largest
+        or smallest of these."""
+        readers = [op for op in t.graph.ops if t in op.inputs]
+        compared = [
+            op.attributes.get("op") in ("max", "min") and axis in self.mesh.axes_of(op)
+            for op in readers
+            if op.kind.between_replicas
+        ]
+        return bool(readers) and len(compared) == len(readers) and all(compared) and t not in t.graph.outputs
 
     def gather(self, op: Op, before: ReplicaType, axes: Sequence[int]) -> None:
         """Find shards that are gathered along another axis than the one that they are divided along."""

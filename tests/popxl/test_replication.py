@@ -81,6 +81,13 @@ def skipped_if_not_finite() -> None:
     update(w, ops.where(is_any, popxl.constant(0.0), dw))
 
 
+def scaled_by_the_largest_norm() -> None:
+    """Each replica takes the norm of its shard, and all divide by the largest of these."""
+    x, w = c.assert_replicated(fed(5, 8), "tensor"), divided(1, 8, 6)
+    dw = c.replicated_all_reduce(x.T @ ops.tanh(x @ w), "mean", group="data")
+    update(w, dw / c.replicated_all_reduce(ops.sqrt(ops.sum(dw * dw)), "max", group="tensor"))
+
+
 def a_scale_for_all_shards() -> None:
     """Each replica scales its shard by the same numbers: their gradient is the sum over replicas."""
     x, scale = c.assert_replicated(fed(5, 8), "tensor"), weight(6, name="scale")
@@ -148,6 +155,7 @@ def trained(sharded: bool) -> None:
         counted,
         in_pieces,
         skipped_if_not_finite,
+        scaled_by_the_largest_norm,
         a_scale_for_all_shards,
         convolved_by_channels,
         skipped_if_any_counts,

@@ -3,11 +3,12 @@
     python -m tests.targets.memory_budgets [--programs gpt llama] [--targets "gpu h100"] [--shares 75 50 35]
                                            [--into docs/memory.md]
 
-It prints a table: each program is planned within shares of the memory that it needs with everything kept, and compiled.
-Nothing runs. A file given with `--into` keeps the rows: a table may be made in several runs. In JAX the layers are the
-same, by `popxl.to_jax`, under `jax.checkpoint`; the best policy is the one that takes least time, by published figures,
-of those within the budget. Programs of several devices, loops over micro-batches, experts and models of PyTorch have
-none in JAX beside them. The target "cpu" is this host, in float32. On TPUs, batches are eight times as large.
+It prints a table: each program is planned within shares of the memory that it needs with everything kept, and
+compiled. Nothing runs. A file given with `--into` keeps the rows: a table may be made in several runs. In JAX the
+layers are the same, by `popxl.to_jax`, under `jax.checkpoint`; the best policy is the one that takes least time, by
+published figures, of those within the budget. Programs of several devices, loops over micro-batches, experts and
+models of PyTorch have none in JAX beside them. Large models, "llama of 6.7 billion" and "llama of 70 billion", are
+planned where named. The target "cpu" is this host, in float32. On TPUs, batches are eight times as large.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from runtime.costs.hlo import parse_hlo
 from runtime.costs.work import account_of
 from tests.targets.budgeted_programs import OF_PYTORCH, pipeline, torch_session
 from tests.targets.programs import compile_faster
+from tests.targets.steps import Sizes, session_of
 from tests.targets.tables import Table
 
 TARGETS = ("gpu h100", "tpu v5e", "tpu v5p")
@@ -107,6 +109,13 @@ PROGRAMS = {
 }
 
 
+OF_LLAMAS = {
+    "llama of 6.7 billion": (Sizes(32, 4096, 32, 11008, 32000), 8),
+    "llama of 70 billion": (Sizes(80, 8192, 64, 24576, 32000), 64),
+}
+"""Language models of the kit, which as many GPUs share out, and their Adam with them; their layers are in loops."""
+
+
 class Stack(addons.Module):
     """The layers of a program, and a loss."""
 
@@ -165,7 +174,10 @@ def compiled(name: str, target: str, calls: Any, memory: Any) -> Compiled:
     """The program with a plan, or a policy: the budgets of a program share them."""
     np.random.seed(0)
     with asking(memory) as asked:
-        if name in OF_PYTORCH:
+        if name in OF_LLAMAS:
+            sizes, devices = OF_LLAMAS[name]
+            session = session_of(sizes, "rolled", f"{target}:{devices}", memory=memory)
+        elif name in OF_PYTORCH:
             session = torch_session(OF_PYTORCH[name], target, calls, memory)
         else:
             session = popxl.Session(built(name, target, calls, memory), machine(name, target))
@@ -255,7 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Plan and compile all that is asked for, and print the table. Rows come as soon as they are known."""
     parser = argparse.ArgumentParser(description="Plans within memory budgets, beside the policies of JAX.")
     known = [*PROGRAMS, "pipeline", *OF_PYTORCH]
-    parser.add_argument("--programs", nargs="+", choices=known, default=known, metavar="PROGRAM")
+    choices = [*known, *OF_LLAMAS]
+    parser.add_argument("--programs", nargs="+", choices=choices, default=known, metavar="PROGRAM")
     parser.add_argument("--targets", nargs="+", default=TARGETS)
     parser.add_argument(
         "--shares", type=int, nargs="+", default=SHARES, help="of the memory with everything kept, in %%"

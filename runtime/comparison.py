@@ -110,9 +110,9 @@ def compare(
     sizes account for the difference, the outermost such axes unless `divided` names them. All others get the whole
     value. A variable with a `group_axis` is assembled along it; without one, a variable that is sharded along several
     axes is left out, as the order of its shards is unknown. Each replica's copy of an unsharded variable is
-    compared; but copies that differ and whose mean is that of one replica, such as sums of gradients before their
-    reduction, are left out if nothing else differs in several steps. Outputs of one element are compared by their mean
-    over replicas.
+    compared; but copies that begin at zero and differ, and whose mean is that of one replica, such as sums of gradients
+    before their reduction, are left out if nothing else differs in several steps. Outputs of one element are compared
+    by their mean over replicas.
 
     Args:
         program: function that builds the program for given axes, as `popxl.Ir(axes=axes)` does, and returns its `Ir`.
@@ -199,6 +199,7 @@ class _Experiment:
         compared: dict[str, None] = {}
         off: set[str] = set()  # variables whose mean over copies is not the value of one replica
         self._begin_alike()
+        sums = {name for name, (v, _) in self.variables.items() if not v.numbers().any()}  # or other copies that differ
         with Session(self.one, "ipu_model") as first, Session(self.many, "ipu_model") as second:
             for step in range(steps):
                 whole = {name: array[step] for name, array in batches.items()}
@@ -212,7 +213,7 @@ class _Experiment:
                     for other in others if name not in found else ():
                         if name not in found and (place := self._differs(other, expected)) is not None:
                             found[name] = self._difference(name, step + 1, place, other, expected)
-        if off.isdisjoint(found) and found.keys() <= self.variables.keys() and steps > 1:
+        if off.isdisjoint(found) and found.keys() <= sums and steps > 1:
             self.left_out |= dict.fromkeys(found, "each replica has its own, whose mean is the value of one replica")
             compared = {name: None for name in compared if name not in found}
             found = {}

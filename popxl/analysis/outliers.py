@@ -301,12 +301,15 @@ def _fed_by(t: Tensor) -> Op | None:
 
 def _same_data(mesh: Mesh, report: Report, updates: Sequence[Update], said: Set[int]) -> Iterator[Finding]:
     """Means of gradients that are already equal on all replicas, although these have different feeds, unless the
-    program has `said` for an axis which values are equal along it."""
+    program has `said` for an axis which values are equal along it, or takes the mean of only some gradients along it: a
+    weight may be in pieces on replicas that divide layers."""
     reductions = dict.fromkeys(op for each in updates for op in each.how.by)
     found: dict[Op, list[int]] = defaultdict(list)
     for i, (kind, _) in enumerate(report.fed):
         some = [op for op in reductions if i in report.reductions[op].axes] if kind is VARYING and i not in said else []
         before = {report.reductions[op].before[i] for op in some}
+        if any(op.attributes["op"] == "mean" and i not in report.reductions[op].axes for op in reductions):
+            continue
         if before == {(REPLICATED, None)} and all(op.attributes["op"] == "mean" for op in some):
             found[some[0]].append(i)
     for op, axes in found.items():

@@ -100,6 +100,19 @@ def test_copies_that_drift_apart_are_seen() -> None:
     assert [each.what for each in report.differences] == ["w"] and not report.differences[0].collective
 
 
+def test_copies_of_a_weight_differ_also_if_their_mean_is_right() -> None:
+    def program(axes: dict[str, int]) -> popxl.Ir:
+        ir = popxl.Ir(axes=axes)
+        with ir.main_graph:
+            x = ops.host_load(popxl.h2d_stream((8 // axes["data"], 3), F32, "x"))
+            ops.scaled_add_(popxl.variable(np.ones(3), F32, "w"), ops.mean(x, 0), b=-0.1)
+            ops.add_(popxl.variable(np.zeros(3), F32, "total"), ops.mean(x, 0))
+        return ir
+
+    report = compare(program, axes={"data": 2}, steps=2)
+    assert [each.what for each in report.differences] == ["total", "w"]
+
+
 def test_what_is_wrong_with_arguments_is_said() -> None:
     right = partial(own, reduced=lambda g: C.replicated_all_reduce(g, "mean"))
     with pytest.raises(ValueError, match="`axes` is {'data': 1}"):

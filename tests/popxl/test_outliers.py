@@ -46,6 +46,15 @@ def of_the_same_data(all: bool) -> None:
     update(w, c.replicated_all_reduce(x.T @ (x @ w), "mean"))  # found
 
 
+def in_pieces_beside_divided_layers() -> None:
+    """A weight is in pieces on all replicas, which have the same rows along `tensor`, and another is not."""
+    x = c.replicated_all_gather(fed(5, 8), 0, "tensor")
+    w, (_, piece) = weight(8, 3), popxl.replica_sharded_variable(np.ones((8, 3)), F32, "v")
+    update(w, c.replicated_all_reduce(x.T @ (x @ w), "mean", "data"))
+    v = c.replicated_all_gather(piece).reshape((8, 3))
+    ops.scaled_add_(piece, c.replicated_reduce_scatter(x.T @ (x @ v), "mean", None, True), b=-0.1)
+
+
 def gathered(fed_to_it: bool) -> None:
     """All replicas begin with what one is fed; or all take the gradient of one."""
     w, x = weight(8, 3), fed(5, 8)
@@ -187,6 +196,7 @@ def test_outliers(
         partial(three_layers, factor=0.5),
         partial(three_layers, stored=None),
         partial(of_the_same_data, False),
+        in_pieces_beside_divided_layers,
         partial(begun, False, True),
         partial(begun, True, False),
         partial(gathered, True),

@@ -26,6 +26,7 @@ from popxl.analysis.replication import (
     is_term,
 )
 from popxl.analysis.value_lints import (
+    fed_by_all,
     noise_lints,
     seed_lints,
     shards_of_own_values,
@@ -54,7 +55,7 @@ def outliers(report: Report) -> Iterator[Finding]:
         stored += out
     _accept_gradients_of_shared(report, updates)
     yield from _losses(mesh, report, updates, stored)
-    said = {i for op in report.index.statements for i in mesh.axes_of(op)}
+    said = {i for op in report.index.statements for i in mesh.axes_of(op)} | fed_by_all(mesh, report)
     batches = {each.op: each for each in (*unread_batches(mesh, report), *_same_batches(mesh, report))}
     yield from batches.values() if batches else _same_data(mesh, report, updates, said)
     yield from _scaled_sums(mesh, report)
@@ -301,8 +302,8 @@ def _fed_by(t: Tensor) -> Op | None:
 
 def _same_data(mesh: Mesh, report: Report, updates: Sequence[Update], said: Set[int]) -> Iterator[Finding]:
     """Means of gradients that are already equal on all replicas, although these have different feeds, unless the
-    program has `said` for an axis which values are equal along it, or takes the mean of only some gradients along it: a
-    weight may be in pieces on replicas that divide layers."""
+    program has `said` for an axis which values are equal along it, by a statement or a gather of all feeds, or takes
+    the mean of only some gradients along it: a weight may be in pieces on replicas that divide layers."""
     reductions = dict.fromkeys(op for each in updates for op in each.how.by)
     found: dict[Op, list[int]] = defaultdict(list)
     for i, (kind, _) in enumerate(report.fed):

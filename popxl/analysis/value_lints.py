@@ -161,11 +161,8 @@ def unread_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
 
     Excludes direct copies to a variable: all replicas may start with the value of one.
     """
-    for op in report.index.moves:
-        if op.kind.exchanged(op.attributes) != "same":
-            continue
-        (t, *_), load = op.inputs, _source_tensor(op.inputs[0]).producer
-        is_fed = load is not None and bool(load.kind.exchange)
+    for op, load in _gathers(report):
+        (t, *_), is_fed = op.inputs, _is_fed(load)
         held = report.fed if is_fed else report.types.get(t, ())
         own = [i for i in mesh.axes_of(op) if held and _is_own_data(held[i])]
         parts = _parts_read(op) if own else []
@@ -183,6 +180,22 @@ def unread_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
                 f"each replica along {mesh.text(own)} has its own `{t.path}`, and all change a variable by that of "
                 "one. Reduce it, with `ops.collectives.replicated_all_reduce`.",
             )  # fmt: skip
+
+
+def fed_by_all(mesh: Mesh, report: Report) -> set[int]:
+    """Positions of axes along which replicas gather what the host feeds to each."""
+    return {i for op, load in _gathers(report) if _is_fed(load) for i in mesh.axes_of(op)}
+
+
+def _gathers(report: Report) -> Iterator[tuple[Op, Op | None]]:
+    """Ops after which replicas have the same, such as of all parts, each with the op that produces its operand."""
+    for op in report.index.moves:
+        if op.kind.exchanged(op.attributes) == "same":
+            yield op, _source_tensor(op.inputs[0]).producer
+
+
+def _is_fed(load: Op | None) -> bool:
+    return load is not None and bool(load.kind.exchange)
 
 
 def _parts_read(op: Op) -> list[Tensor]:

@@ -183,8 +183,13 @@ def unread_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
 
 
 def fed_by_all(mesh: Mesh, report: Report) -> set[int]:
-    """Positions of axes along which replicas gather what the host feeds to each."""
-    return {i for op, load in _gathers(report) if _is_fed(load) for i in mesh.axes_of(op)}
+    """Positions of axes along which replicas gather what the host feeds to each, and read all of it."""
+    return {
+        i
+        for op, load in _gathers(report)
+        if _is_fed(load) and any(each.op_type != "Slice" for each in _readers(op.outputs[0]))
+        for i in mesh.axes_of(op)
+    }
 
 
 def _gathers(report: Report) -> Iterator[tuple[Op, Op | None]]:

@@ -55,6 +55,12 @@ def in_pieces_beside_divided_layers() -> None:
     ops.scaled_add_(piece, c.replicated_reduce_scatter(x.T @ (x @ v), "mean", None, True), b=-0.1)
 
 
+def of_a_gathered_batch() -> None:
+    """Replicas gather the batch along an axis, and take the mean of equal gradients along it, too."""
+    w, x = weight(8, 3), c.replicated_all_gather(fed(5, 8), 0, "tensor")
+    update(w, c.replicated_all_reduce(x.T @ (x @ w), "mean"))
+
+
 def gathered(fed_to_it: bool) -> None:
     """All replicas begin with what one is fed; or all take the gradient of one."""
     w, x = weight(8, 3), fed(5, 8)
@@ -197,6 +203,7 @@ def test_outliers(
         partial(three_layers, stored=None),
         partial(of_the_same_data, False),
         in_pieces_beside_divided_layers,
+        of_a_gathered_batch,
         partial(begun, False, True),
         partial(begun, True, False),
         partial(gathered, True),

@@ -352,6 +352,9 @@ def _steps(graph: Graph, of: dict[Graph, Steps], entered: set[Graph], size: Call
     """Compute the steps of a graph from the steps of its callees."""
     made_of = storages(graph.ops)
     ops = [op for op in graph.ops if op.kind.view is None]  # a view is made when a reader looks through it
+    for op in ops:
+        if op.kind.schedules:
+            made_of[op.outputs[0]] = made_of[op.inputs[0]]
 
     def bases(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         return (s for t in tensors for s in made_of.get(t, (t,)))

@@ -301,9 +301,11 @@ def _fed_by(t: Tensor) -> Op | None:
 
 
 def _same_data(mesh: Mesh, report: Report, updates: Sequence[Update], said: Set[int]) -> Iterator[Finding]:
-    """Means of gradients that are already equal on all replicas, although these have different feeds, unless the
-    program has `said` for an axis which values are equal along it, by a statement or a gather that it reads whole, or takes
-    the mean of only some gradients along it: a weight may be in pieces on replicas that divide layers."""
+    """Means of gradients that are already equal on all replicas, although these have different feeds.
+
+    Not along axes of which the program has `said` which values are equal, by a statement or a gather that it reads
+    whole; nor where it takes the mean of only some gradients: a weight may be in pieces on replicas that divide layers.
+    """
     reductions = dict.fromkeys(op for each in updates for op in each.how.by)
     found: dict[Op, list[int]] = defaultdict(list)
     for i, (kind, _) in enumerate(report.fed):

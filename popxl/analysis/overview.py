@@ -76,7 +76,7 @@ class _Schedule:
             graph = _called(call)
             if graph.gradient_of is not None:
                 found[call.first : call.last + 1] = [_calls_its_gradient(graph)] * (call.last + 1 - call.first)
-        return found
+        return [again and not op.kind.schedules for again, op in zip(found, self.steps.ops, strict=True)]
 
     @property
     def phases(self) -> dict[str, tuple[float, float]]:

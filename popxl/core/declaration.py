@@ -46,6 +46,7 @@ from popxl.core.traits import (
     RealOnly,
     Requirement,
     Runs,
+    Schedules,
     ShardingRule,
     Trait,
     View,
@@ -150,6 +151,7 @@ class OpKind:
         self.stands_for: Composite | None = known.get(Composite)
         self.placed: Placed | None = known.get(Placed)
         self.effect = Effect in known
+        self.schedules = Schedules in known
         self.exchange: str = known[Exchange].attribute if Exchange in known else ""
         self.between_replicas = BetweenReplicas in known
         self._between: BetweenReplicas = known.get(BetweenReplicas, BetweenReplicas())

@@ -140,6 +140,11 @@ class Effect(Trait):
 
 
 @dataclass(frozen=True)
+class Schedules(Trait):
+    """Only the schedule depends on the op: the result is the first operand, in the same memory."""
+
+
+@dataclass(frozen=True)
 class Exchange(Trait):
     """The op moves data between the device and the outside. Such ops can be merged into one that makes several moves.
 

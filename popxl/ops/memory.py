@@ -9,6 +9,7 @@ from popxl.core.aliasing import through_calls
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
+from popxl.core.traits import Schedules
 from popxl.ops.kernels import memory
 from popxl.values.shapes import like_first
 
@@ -29,6 +30,7 @@ scheduled_after_kind = OpKind(
     shape=like_first,
     result="{t}_after",
     gradient={"t": lambda g: g},
+    traits=[Schedules()],
 )
 _after_all = OpKind(
     "AvailableAfterAll",

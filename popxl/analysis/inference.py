@@ -13,6 +13,7 @@ from popxl import dtypes
 from popxl.analysis.mesh import Mesh, mesh_of
 from popxl.analysis.op_effects import makes_zero, op_effect, propagated_axes, result_types
 from popxl.analysis.op_index import index_ops
+from popxl.analysis.reduced_values import is_of_replicas
 from popxl.analysis.replication import (
     FLAT,
     LITERAL,
@@ -426,9 +427,18 @@ def _diverged_axes(was: ReplicaType, after: ReplicaType) -> tuple[tuple[int, ...
 
 
 def _is_at_once(op: Op) -> bool:
-    """Whether an op sums the result of another sum over the same axes, without a division."""
+    """Whether an op sums the result of another sum over the same axes, and no reader seems to divide the result."""
     (t, *_), (made, *_) = op.inputs, op.outputs or op.inputs
     before = t.producer
     if before is None or before.kind is not op.kind or before.attributes != op.attributes:
         return False
-    return made.nelms > 1 and all(t.nelms > 1 for each in op.graph.ops if made in each.inputs for t in each.inputs)
+    numbers = [t for each in op.graph.ops if made in each.inputs for t in each.inputs if t is not made and t.nelms == 1]
+    return not numbers or made.nelms == 1 and not any(_may_be_count(t, op.attributes["group_size"]) for t in numbers)
+
+
+def _may_be_count(t: Tensor, count: int) -> bool:
+    """Whether a number may be a number of replicas, or its inverse: constants tell."""
+    if not isinstance(t, Constant):
+        return True
+    number = float(np.asarray(t.data, np.float64).reshape(()))
+    return not number or is_of_replicas(number, count)

@@ -151,6 +151,15 @@ def summed_twice_at_once() -> None:
     c.replicated_all_reduce(y, group="tensor")  # found
 
 
+def a_norm_of_which_the_square_is_summed_twice() -> None:
+    w, x = weight(8, 3), fed(5, 8)
+    g = c.replicated_reduce_scatter(x.T @ (x @ w), "mean", None, True)
+    square = c.replicated_all_reduce(ops.sum(g * g))
+    square = c.replicated_all_reduce(square)  # found
+    g = c.replicated_all_gather(g / ops.maximum(ops.sqrt(square / 64.0), popxl.constant(1.0)))
+    update(w, g.reshape((8, 3)))
+
+
 def one_of_two_sums_is_scaled() -> None:
     y = c.replicated_all_reduce(terms(), group="tensor")
     h = ops.gelu(y @ own(8, 6)) @ own(6, 8, name="b")
@@ -299,6 +308,7 @@ def a_scaled_sum_of_squares() -> None:
         (a_bias_in_a_sum_of_own_products, "partial plus replicated"),
         (a_sum_of_functions_of_own_products, "nonlinear function of partial"),
         (summed_twice_at_once, "repeated reduction"),
+        (a_norm_of_which_the_square_is_summed_twice, "repeated reduction"),
         (one_of_two_sums_is_scaled, "factor of replicas"),
         (a_scaled_loss, "factor of replicas"),
         (one_batch_for_all, "same batch"),

@@ -133,11 +133,8 @@ class Channels:
         """
         if self._has_stored():
             self._pass_barrier()
-        elif self._computed is self._computed_before:
-            return
-        elif self._later_slots:
+        elif self._computed is not None and self._computed is not self._computed_before:
             self._replace_slots(self._later_slots)
-        if self._computed is not None:
             slots = self._slots()
             *later, computed = lax.optimization_barrier((*slots.values(), self._computed))
             self._later_slots = dict(zip(slots, later, strict=True))

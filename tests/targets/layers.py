@@ -85,7 +85,7 @@ def of_session(session: popxl.Session) -> Program:
     rolling = program.layout.rerolling
     loops = () if rolling is None else rolling.loops
     made = (each for loop in loops for each in loop.outputs if not each.is_last_only)
-    kept = sum(len(each.rows) * each.name.nelms * each.name.dtype.itemsize for each in made)
+    kept = sum(len(each.rows) * each.storage.nelms * each.storage.dtype.itemsize for each in made)
     return Program(program.executable.as_text(), cost.code_bytes or 0, cost.temporary_bytes, kept)
 
 

@@ -62,7 +62,6 @@ def captured_model(
         poptorch.Error: if it has no tensor operations, or unsupported ones; if its blocks or overlapped transfers do
             not fit the options.
     """
-
     once = partial(_captured_once, model, module, signature, places, options, training, grouped)
     captured, answer, ambient = once(breaks)
     has_breaks = breaks is not None and bool(breaks.found)

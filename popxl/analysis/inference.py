@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from popxl import dtypes
+from popxl.analysis.means import constant_number
 from popxl.analysis.mesh import Mesh, mesh_of
 from popxl.analysis.op_effects import makes_zero, op_effect, propagated_axes, result_types
 from popxl.analysis.op_index import index_ops
@@ -186,9 +187,12 @@ class _GraphInference:
 
     def record(self) -> None:
         """Report the types of the graph's tensors, in addition to those of earlier passes."""
-        types, earlier = self.program.report.types, self.graph in self.program.report.graphs
-        for found in (self.content | self.made,) if earlier else (self.content, self.made):
-            types |= {t: join(types.get(t, now), now) for t, now in found.items()} if earlier else found
+        types, made = self.program.report.types, self.made
+        if self.graph in self.program.report.graphs:
+            types |= {t: join(types.get(t, now), now) for t, now in (self.content | made).items()}
+        else:
+            types |= self.content
+            types |= made
 
     def write(self, t: Tensor, type_: ReplicaType, change: tuple[Op, ReplicaType] | None) -> None:
         """Record the type that an op writes to a tensor, and the op's change of it."""
@@ -437,8 +441,6 @@ def _is_at_once(op: Op) -> bool:
 
 
 def _may_be_count(t: Tensor, count: int) -> bool:
-    """Whether a number may be a number of replicas, or its inverse: constants tell."""
-    if not isinstance(t, Constant):
-        return True
-    number = float(np.asarray(t.data, np.float64).reshape(()))
+    """Whether a number may be a number of replicas, or its inverse; only constants tell."""
+    number = constant_number(t)
     return not number or is_of_replicas(number, count)

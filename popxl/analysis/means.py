@@ -8,6 +8,13 @@ from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
 
 
+def constant_number(t: Tensor) -> float | None:
+    """Value of a constant of one element; `None` for other tensors."""
+    if not isinstance(t, Constant) or t.nelms != 1:
+        return None
+    return float(np.asarray(t.data, np.float64).reshape(()))
+
+
 def share_of_mean(t: Tensor) -> float | None:
     """How many times a mean a value is, maybe of several, or in a graph that is called; `None` if it is none.
 
@@ -25,7 +32,7 @@ def share_of_mean(t: Tensor) -> float | None:
     if op.op_type in ("Add", "Sum"):
         shares = [share for each in op.inputs if (share := share_of_mean(each)) is not None]
         return sum(shares) if shares and (t.nelms == 1 or len(shares) == len(op.inputs)) else None
-    if op.op_type in ("Mul", "Div") and isinstance(op.inputs[-1], Constant) and op.inputs[-1].nelms == 1:
-        share, number = share_of_mean(op.inputs[0]), float(np.asarray(op.inputs[-1].data, np.float64).reshape(()))
+    if op.op_type in ("Mul", "Div") and (number := constant_number(op.inputs[-1])) is not None:
+        share = share_of_mean(op.inputs[0])
         return share and number and (share * number if op.op_type == "Mul" else share / number)
     return None

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from popxl.core.tensor import Constant, Tensor
+from popxl.analysis.means import constant_number
+from popxl.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from popxl.analysis.replication import Report
@@ -186,9 +185,10 @@ def scaled(op: Op, t: Tensor, reduced: ReducedValue) -> ReducedValue | None:
         for other in op.inputs:
             if other is t or other.nelms != 1:
                 continue
-            if not isinstance(other, Constant):
+            number = constant_number(other)
+            if number is None:
                 reduced = replace(reduced, scalars=reduced.scalars | {other})
-            elif number := float(np.asarray(other.data, np.float64).reshape(())):
+            elif number:
                 number = number if op.op_type == "Mul" else 1 / number
                 reduced = replace(reduced, factor=reduced.factor * number, scaled=op)
     return reduced
@@ -202,10 +202,7 @@ def _reduced(op: Op, report: Report) -> ReducedValue:
         scale = scale.inputs[0].producer
     if scale is None or scale.op_type not in ("Mul", "Div") or t.nelms == 1 or scale.inputs[0].nelms != t.nelms:
         return ReducedValue((op,))
-    number = scale.inputs[1]
-    if not isinstance(number, Constant) or number.nelms != 1:
-        return ReducedValue((op,))
-    factor = float(np.asarray(number.data, np.float64).reshape(()))
+    factor = constant_number(scale.inputs[1])
     sizes = () if report.mesh is None else report.mesh.sizes
     if not factor or not is_of_replicas(factor, op.attributes["group_size"], *sizes):
         return ReducedValue((op,))

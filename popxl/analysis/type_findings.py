@@ -119,12 +119,12 @@ class TypeFindings:
         """Whether replicas along an axis use a value of each, such as the norm of a shard, for nothing but the largest
         or smallest of these."""
         readers = [op for op in t.graph.ops if t in op.inputs]
-        compared = [
-            op.attributes.get("op") in ("max", "min") and axis in self.mesh.axes_of(op)
-            for op in readers
-            if op.kind.between_replicas
-        ]
-        return bool(readers) and len(compared) == len(readers) and all(compared) and t not in t.graph.outputs
+        return (
+            bool(readers)
+            and t not in t.graph.outputs
+            and all(op.kind.between_replicas and op.attributes.get("op") in ("max", "min") for op in readers)
+            and all(axis in self.mesh.axes_of(op) for op in readers)
+        )
 
     def gather(self, op: Op, before: ReplicaType, axes: Sequence[int]) -> None:
         """Find shards that are gathered along another axis than the one that they are divided along."""

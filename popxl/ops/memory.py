@@ -94,7 +94,7 @@ def available_after_all(t: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 def scheduled_after(t: Tensor, other: Tensor) -> Tensor:
-    """`t`, which compilers for GPUs and TPUs had better compute after `other`. On CPUs, no order, and no cost."""
+    """`t`, with a hint to compute it after `other`, for compilers that schedule by it; others get `t` itself."""
     return scheduled_after_kind(t, other)
 
 

@@ -17,7 +17,7 @@ def available_together(values: Sequence[Any], others: Sequence[Any]) -> tuple[Se
 
 @Kernel
 def scheduled_together(values: Sequence[Any], others: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """`values` and `others`. For compilers that schedule by it, `values` had better be computed after `others`."""
+    """`values` and `others`. A hint to compute `values` after `others`, for compilers that schedule by it."""
     return values, others
 
 

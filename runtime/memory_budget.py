@@ -31,6 +31,12 @@ COMPILATIONS = 3
 _RELEASES: Mapping[str, Release] = {"inlined": "read", "rolled": "loop", "batched": "loop"}
 """By how called graphs are compiled; else memory is free after a call."""
 
+_AIM = 0.95
+"""Share of the budget that a plan aims at, once the weight of a planned byte is known."""
+
+_FIRST_AIM: Mapping[Release, float] = {"read": 0.93, "call": 0.86, "loop": 0.93}
+"""The same for the first plan: noinline calls hold more than is counted."""
+
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _TEXT = re.compile(r"\s*([+-]?[0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*")
 
@@ -283,23 +289,36 @@ class _Search:
         return any(solution.treatments == known.treatments for known, _ in self.tried)
 
     def _limits(self) -> Iterator[float | None]:
-        """Bytes of activations for which the peak should be the budget; None, as few as possible, if nothing fits yet.
+        """Bytes of activations for which the peak should be just below the budget; None, as few as possible, if nothing
+        fits yet.
 
-        One compiled program shows the memory besides activations. Two also show the weight of an activation byte: XLA
-        reuses memory, so it may be less than one. If no plan has as few bytes as that asks for, the weight is one.
-        After a plan above the budget, there is only one more try: its margin grows with the excess of that plan.
+        Peaks grow about linearly with planned bytes. A byte weighs more than one where kernels hold further values
+        beside activations: of a single program, temporaries say how much. With plans on both sides of the budget, the
+        limit is on the line between them. If only plans above it are known, there is one more try: its margin grows
+        with the excess of the last one, and if no plan has as few bytes as the line asks for, the weight is one.
         """
-        release = self.tried[-1][1].release
-        planned = [most_bytes(self._graphs, each.treatments, release) for each, _ in self.tried]
-        peaks = [each.memory.device for _, each in self.tried]
-        weight = 1.0
-        if planned[-1] != planned[0]:
-            weight = min(max((peaks[0] - peaks[-1]) / (planned[0] - planned[-1]), 0.25), 2.0)
-        above = peaks[-1] / self._budget - 1
-        first = 0.86 if release == "call" else 0.93  # noinline calls hold more than is counted
-        share = first if len(peaks) == 1 else max(0.95 - 0.75 * max(above, 0.0), 0.7)
-        yield planned[-1] + (share * self._budget - peaks[-1]) / weight
-        if weight < 1.0 and above > 0.0:
-            yield planned[-1] + share * self._budget - peaks[-1]
-        if not self.fitting:
-            yield None
+        points = [self._point(solution, found) for solution, found in self.tried]
+        fitting = [each for each in points if each[1] <= self._budget]
+        planned, peak = points[-1]
+        if fitting:
+            low, high = max(fitting), min(each for each in points if each[1] > self._budget)
+            if low[0] < high[0]:
+                yield low[0] + (_AIM * self._budget - low[1]) * (high[0] - low[0]) / (high[1] - low[1])
+            return
+        if len(points) == 1:
+            release, temporaries = self.tried[0][1].release, self.tried[0][1].memory.temporaries or 0
+            weight = min(max(temporaries / planned, 1.0), 2.0) if planned else 1.0
+            yield planned + (_FIRST_AIM[release] * self._budget - peak) / weight
+        else:
+            weight = 1.0
+            if planned != points[0][0]:
+                weight = min(max((points[0][1] - peak) / (points[0][0] - planned), 0.25), 2.0)
+            aim = max(_AIM - 0.75 * (peak / self._budget - 1), 0.7) * self._budget
+            yield planned + (aim - peak) / weight
+            if weight < 1.0:
+                yield planned + aim - peak
+        yield None
+
+    def _point(self, solution: Solution, found: Compiled) -> tuple[int, int]:
+        """Planned bytes of a tried plan, and its peak as compiled."""
+        return most_bytes(self._graphs, solution.treatments, found.release), found.memory.device

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -19,7 +20,7 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl.__main__ import main
-from popxl.extend.memory import GraphNeeds, Group, OpNeeds, ReplicaExchange, asking, bytes_of
+from popxl.extend.memory import Compiled, GraphNeeds, Group, OpNeeds, ReplicaExchange, asking, bytes_of, plan_within
 from popxl_addons import optimizers
 from popxl_addons.transforms.memory_plan import Treatment
 from runtime import progress
@@ -104,6 +105,25 @@ def test_as_compiled_plans_move_about_as_little_as_the_best_of_all(most: int) ->
         found = addons.plan_memory(Counted(), round(share * most))
         best = min(moved for size, moved in compiled if size <= share * most)
         assert found.cost.bytes_accessed <= 1.1 * best
+
+
+@pytest.mark.parametrize(("weight", "share"), [(1.0, 0.75), (2.0, 0.75), (2.0, 0.55), (1.4, 0.6)])
+def test_the_budget_is_used_whatever_a_planned_byte_weighs(weight: float, share: float) -> None:
+    """Of 20 activations that are read one after the other, in programs of 10 MB and a multiple of those kept."""
+    paths = [f"a{i}" for i in range(20)]
+    every = tuple(OpNeeds((), (path,), 10**9, 10**6, "float32") for path in paths)
+    read = {path: (19 - i, 19 - i) for i, path in enumerate(paths)}
+    needs = (GraphNeeds("g", 1, dict.fromkeys(paths, 10**6), read, every, (0,) * 20),)
+
+    def compiled(plan: Any) -> Any:
+        kept = 20 if plan == "everything" else [*plan["g"][0].treatments.values()].count("keep")
+        temporaries = round(weight * kept * 10**6)
+        memory = SimpleNamespace(device=10**7 + temporaries, temporaries=temporaries)
+        applied = SimpleNamespace(needs=needs, plan=plan, plan_with=dict)
+        return Compiled(None, memory, None, None, frozenset(), "read", applied)  # type: ignore[arg-type]
+
+    found = plan_within(compiled, round(share * (10 + 20 * weight) * 10**6), lambda line: None)
+    assert 0.85 * found.budget <= found.peak <= found.budget and found.compilations <= 3
 
 
 def test_calls_in_rerolled_loops_have_one_plan() -> None:

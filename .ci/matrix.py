@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="with PyTorch and tests of poptorch: gigabytes, where pip finds none for CPUs",
     )
     parser.add_argument("--whole", action="store_true", help="all tests in place of a part, with all that they need")
+    parser.add_argument("--part", metavar="K/N", help="the K-th of N parts of these tests, as for pytest")
     parser.add_argument("--jax", choices=("oldest", "newest"), help="with this JAX alone")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--install", action="store_true", help="make the environments, and run nothing there")
@@ -68,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extras, tests = "test,tutorials,torch", SMOKE + TORCH
     if options.whole:
         extras, tests = "dev", []
+    if options.part:
+        tests = [f"--part={options.part}", *tests]
     jax = {"oldest": f"jax=={oldest_jax()} jaxlib=={oldest_jax()}".split(), "newest": ["jax", "jaxlib"]}
     LOGS.mkdir(parents=True, exist_ok=True)
     failed = 0
@@ -139,7 +142,7 @@ class Environment:
         return True, "installed"
 
     def test(self, tests: Sequence[str]) -> tuple[bool, str]:
-        """Run tests, by default all, and several processes; and remove the environment."""
+        """Run pytest with these arguments, and several processes; and remove the environment."""
         began, own = time.monotonic(), self._own("python")
         versions = subprocess.run([own, "-c", VERSIONS], capture_output=True, text=True).stdout
         passed = self._run(own, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", *tests)

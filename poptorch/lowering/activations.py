@@ -111,9 +111,10 @@ def threshold(input: Any, *, threshold: float, value: float) -> Any:
     return jnp.where(input <= threshold, value, input)
 
 
-@lowers("aten._prelu_kernel")
-def prelu(input: popxl.Tensor, weight: popxl.Tensor) -> popxl.Tensor:
-    return _with_slope(*promoted(input, weight))
+@jax_op("aten._prelu_kernel", title="LeakyReluWithSlopes", prepare=promoted, shape=broadcast)
+@round_once
+def prelu(input: Any, weight: Any) -> Any:
+    return jnp.where(input > 0, input, weight * input)
 
 
 @lowers("aten.rrelu_with_noise")
@@ -123,12 +124,7 @@ def rrelu(
     """Randomised leaky ReLU; training draws a random slope per element."""
     if not training:
         return leaky_relu(input, negative_slope=(lower + upper) / 2)
-    return _with_slope(input, uniform(input.shape, input.dtype, lower, upper))
-
-
-_with_slope = jax_op(title="LeakyReluWithSlopes", shape=broadcast)(
-    round_once(lambda input, slope: jnp.where(input > 0, input, slope * input))
-)
+    return prelu(input, uniform(input.shape, input.dtype, lower, upper))
 
 
 @lowers("aten.glu")

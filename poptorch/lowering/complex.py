@@ -17,26 +17,11 @@ from popxl.extend.ops import NORM
 # Parts and views ------------------------------------------------------------------------------------------------------
 
 
-@lowers("aten.view_as_real")
-def view_as_real(input: popxl.Tensor) -> popxl.Tensor:
-    return ops.view_as_real(input)
-
-
-@lowers("aten.view_as_complex")
-def view_as_complex(input: popxl.Tensor) -> popxl.Tensor:
-    return ops.view_as_complex(input)
-
-
-@lowers("aten._conj", "aten._conj_physical", "aten.conj_physical")
-def conj(input: popxl.Tensor) -> popxl.Tensor:
-    """Complex conjugate; PyTorch's derivatives apply it to real numbers, too."""
-    return conjugate(input)
-
-
-@lowers("aten._neg_view")
-def neg(input: popxl.Tensor) -> popxl.Tensor:
-    return ops.negate(input)
-
+lowers("aten.view_as_real")(lambda input: ops.view_as_real(input))
+lowers("aten.view_as_complex")(lambda input: ops.view_as_complex(input))
+lowers("aten._neg_view")(lambda input: ops.negate(input))
+# PyTorch's derivatives apply it to real numbers, too.
+lowers("aten._conj", "aten._conj_physical", "aten.conj_physical")(lambda input: conjugate(input))
 
 PUT_BACK: Mapping[str, Callable[[popxl.Tensor], popxl.Tensor]] = {
     "aten.view_as_real": ops.view_as_complex,
@@ -47,14 +32,8 @@ PUT_BACK: Mapping[str, Callable[[popxl.Tensor], popxl.Tensor]] = {
 """Inverses of views: a value written to the view, as a value of its base."""
 
 
-@lowers("aten.complex")
-def complex_(real: popxl.Tensor, imag: popxl.Tensor) -> popxl.Tensor:
-    return ops.complex(*promoted(real, imag))
-
-
-@lowers("aten.polar")
-def polar(abs: popxl.Tensor, angle: popxl.Tensor) -> popxl.Tensor:
-    return ops.polar(*promoted(abs, angle))
+lowers("aten.complex")(lambda real, imag: ops.complex(*promoted(real, imag)))
+lowers("aten.polar")(lambda abs, angle: ops.polar(*promoted(abs, angle)))
 
 
 @jax_op(title="Sgn")

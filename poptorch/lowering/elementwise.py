@@ -35,12 +35,13 @@ def floating(t: popxl.Tensor) -> popxl.Tensor:
     return t if t.dtype.is_inexact else ops.cast(t, popxl.float32)
 
 
-def unary(names: str, op: Callable[[popxl.Tensor], popxl.Tensor], of_floats: bool = True) -> None:
+def unary(names: str, op: Callable[..., popxl.Tensor], of_floats: bool = True) -> None:
     """Declare a unary op as a lowering, whatever PyTorch calls its operand: `input`, or `x`."""
 
-    def lowering(**operand: popxl.Tensor) -> popxl.Tensor:
-        (t,) = operand.values()
-        return op(floating(t) if of_floats else t)
+    def lowering(**given: Any) -> popxl.Tensor:
+        (name,) = (name for name, value in given.items() if isinstance(value, popxl.Tensor))
+        t = given.pop(name)
+        return op(floating(t) if of_floats else t, **given)
 
     lowers(*(f"aten.{name}" for name in names.split()))(lowering)
 
@@ -61,7 +62,7 @@ def binary(
 
 def unary_op(name: str, function: Function, **settings: Any) -> OpKind:
     """Define an op from a JAX function of one array; float16 is computed in float32."""
-    settings = {"shape": like_first, "operands": ("input",)} | settings
+    settings = dict[str, Any](shape=like_first, operands=("input",)) | settings
     return jax_op(title=camel(name.removeprefix("special_")), **settings)(round_once(function))
 
 
@@ -314,32 +315,21 @@ def _integer_pow(base: Any, exponent: Any) -> Any:
 # Three operands -------------------------------------------------------------------------------------------------------
 
 
-@lowers("aten.addcmul")
-def addcmul(input: popxl.Tensor, tensor1: popxl.Tensor, tensor2: popxl.Tensor, value: float = 1) -> popxl.Tensor:
-    return _addcmul(*promoted(input, tensor1, tensor2), value=value)
-
-
-@lowers("aten.addcdiv")
-def addcdiv(input: popxl.Tensor, tensor1: popxl.Tensor, tensor2: popxl.Tensor, value: float = 1) -> popxl.Tensor:
-    return _addcdiv(*promoted(input, tensor1, tensor2), value=value)
-
-
-@lowers("aten.lerp")
-def lerp(input: popxl.Tensor, end: popxl.Tensor, weight: Operand) -> popxl.Tensor:
-    return _lerp(*promoted(input, end, weight))
-
-
-_addcmul = jax_op(title="Addcmul", shape=broadcast)(
-    round_once(lambda input, tensor1, tensor2, *, value: input + value * tensor1 * tensor2)
-)
-_addcdiv = jax_op(title="Addcdiv", shape=broadcast)(
-    round_once(lambda input, tensor1, tensor2, *, value: input + value * (tensor1 / tensor2))
-)
-
-
-@jax_op(title="Lerp", shape=broadcast)
+@jax_op("aten.addcmul", prepare=promoted, shape=broadcast)
 @round_once
-def _lerp(input: Any, end: Any, weight: Any) -> Any:
+def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> Any:
+    return input + value * tensor1 * tensor2
+
+
+@jax_op("aten.addcdiv", prepare=promoted, shape=broadcast)
+@round_once
+def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> Any:
+    return input + value * (tensor1 / tensor2)
+
+
+@jax_op("aten.lerp", prepare=promoted, shape=broadcast)
+@round_once
+def lerp(input: Any, end: Any, weight: Any) -> Any:
     """Interpolate from the nearer endpoint."""
     way = end - input
     return jnp.where(jnp.abs(weight) < 0.5, input + weight * way, end - way * (1 - weight))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -89,13 +90,6 @@ def masked_fill(input: popxl.Tensor, mask: popxl.Tensor, value: Operand) -> popx
     return ops.where(mask, cast_like(value, input.dtype), input)
 
 
-@lowers("aten.clamp", "aten.clamp_min", "aten.clamp_max")
-def clamp(input: popxl.Tensor, min: Operand | None = None, max: Operand | None = None) -> popxl.Tensor:
-    bounds = [bound for bound in (min, max) if bound is not None]
-    tensors = iter(promoted(input, *bounds, are_bounds=True))
-    return _clamp(next(tensors), *(None if bound is None else next(tensors) for bound in (min, max)))
-
-
 def limited(input: Any, min: Any = None, max: Any = None) -> Any:
     """Clamp to `min`, then to `max`. Elements at a bound keep their gradient, as in PyTorch 2.13; NaN elements or
     bounds give none.
@@ -108,14 +102,11 @@ def limited(input: Any, min: Any = None, max: Any = None) -> Any:
     return jnp.where(jnp.isnan(result), lax.stop_gradient(result), result)
 
 
-_clamp = jax_op(title="Clamp")(limited)
-
-
-@lowers("aten.heaviside")
-def heaviside(input: popxl.Tensor, values: popxl.Tensor) -> popxl.Tensor:
-    return _heaviside(*promoted(input, values))
-
-
-_heaviside = jax_op(title="Heaviside", shape=broadcast, gradient=None)(
-    lambda input, values: jnp.where(input == 0, values, (input > 0).astype(input.dtype))
+jax_op("aten.clamp", "aten.clamp_min", "aten.clamp_max", title="Clamp", prepare=partial(promoted, are_bounds=True))(
+    limited
 )
+
+
+@jax_op("aten.heaviside", prepare=promoted, shape=broadcast, gradient=None)
+def heaviside(input: Any, values: Any) -> Any:
+    return jnp.where(input == 0, values, (input > 0).astype(input.dtype))

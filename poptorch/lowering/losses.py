@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ def reduced(losses: popxl.Tensor, reduction: str, shares: popxl.Tensor | None = 
     """Reduce elementwise losses.
 
     Args:
-        losses: losses of all elements.
         reduction: `"mean"`, `"sum"`, `"none"`, `"batchmean"`.
         shares: weights of the losses in the mean: their sum is the divisor, instead of the number of losses.
     """
@@ -51,17 +50,32 @@ def _reduction(reduction: str, size_average: bool | None, reduce: bool | None) -
     return "sum" if size_average is False else "mean"
 
 
+Losses = popxl.Tensor | tuple[popxl.Tensor, popxl.Tensor]
+"""Losses of all elements, perhaps with their shares in the mean."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _reducing(name: str) -> Callable[[F], F]:
+    """Declare a function of tensors that gives losses, or losses and their shares in the mean, as a loss."""
+
+    def declare(losses: F) -> F:
+        @lowers(f"torch.{name}")
+        def lowering(
+            reduction: str = "mean", size_average: bool | None = None, reduce: bool | None = None, **arguments: Any
+        ) -> popxl.Tensor:
+            found = losses(**arguments)
+            each, shares = found if isinstance(found, tuple) else (found, None)
+            return reduced(each, _reduction(reduction, size_average, reduce), shares)
+
+        return losses
+
+    return declare
+
+
 def _loss(losses: Callable[..., Any]) -> OpKind:
     """Declare a loss named after an array function with elementwise losses; float16 inputs become float32."""
-    kind = jax_op()(round_once(losses))
-
-    @lowers(f"torch.{losses.__name__}")
-    def lowering(
-        reduction: str = "mean", size_average: bool | None = None, reduce: bool | None = None, **arguments: Any
-    ) -> popxl.Tensor:
-        return reduced(kind(**arguments), _reduction(reduction, size_average, reduce))
-
-    return kind
+    return _reducing(losses.__name__)(jax_op()(round_once(losses)))
 
 
 @lowers("poptorch.identity_loss")
@@ -75,23 +89,13 @@ def identity_loss(x: popxl.Tensor, reduction: str) -> popxl.Tensor:
 def _of_differences(name: str, error: Callable[[popxl.Tensor], popxl.Tensor]) -> None:
     """Declare a loss of differences; optional weights also divide its mean."""
 
-    def lowering(
-        input: popxl.Tensor,
-        target: popxl.Tensor,
-        reduction: str,
-        size_average: bool | None,
-        reduce: bool | None,
-        weight: popxl.Tensor | None = None,
-    ) -> popxl.Tensor:
+    @_reducing(name)
+    def losses(input: popxl.Tensor, target: popxl.Tensor, weight: popxl.Tensor | None = None) -> Losses:
         input, target = (cast_like(t, popxl.float32) for t in (input, target))
-        losses = error(input - target)
-        reduction = _reduction(reduction, size_average, reduce)
         if weight is None:
-            return reduced(losses, reduction)
+            return error(input - target)
         weight = cast_like(weight, popxl.float32)
-        return reduced(losses * weight, reduction, weight)
-
-    lowers(f"torch.{name}")(lowering)
+        return error(input - target) * weight, weight
 
 
 _of_differences("mse_loss", lambda difference: difference * difference)
@@ -136,14 +140,14 @@ def kl_div(input: Any, target: Any, *, log_target: bool) -> Any:
     return jnp.exp(target) * (target - input) if log_target else xlogy(target, target) - target * input
 
 
-@lowers("torch.gaussian_nll_loss")
+@_reducing("gaussian_nll_loss")
 def gaussian_nll_loss(
-    input: popxl.Tensor, target: popxl.Tensor, var: popxl.Tensor | float, full: bool, eps: float, reduction: str
+    input: popxl.Tensor, target: popxl.Tensor, var: popxl.Tensor | float, full: bool, eps: float
 ) -> popxl.Tensor:
     var = cast_like(var, popxl.float32)
     if var.shape and var.shape == input.shape[:-1]:
         var = ops.reshape(var, (*var.shape, 1))
-    return reduced(_gaussian(input, target, var, full=full, eps=eps), reduction)
+    return _gaussian(input, target, var, full=full, eps=eps)
 
 
 @jax_op(title="GaussianNllLoss")
@@ -261,59 +265,50 @@ def multi_margin_loss(input: Any, target: Any, weight: Any = None, *, p: int, ma
     return jnp.where(hit, 0, distances).mean(-1)
 
 
-@lowers("torch.nll_loss")
+@_reducing("nll_loss")
 def nll_loss(
     input: popxl.Tensor,
     target: popxl.Tensor,
     weight: popxl.Tensor | None,
-    size_average: bool | None,
     ignore_index: int,
-    reduce: bool | None,
-    reduction: str,
     label_smoothing: float = 0,
-) -> popxl.Tensor:
+) -> Losses:
     target = cast_like(target, popxl.int32)
-    losses, shares = _nll(input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
-    return reduced(losses, _reduction(reduction, size_average, reduce), shares)
+    return _nll(input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
 
 
-@lowers("torch.cross_entropy")
+@_reducing("cross_entropy")
 def cross_entropy(
     input: popxl.Tensor,
     target: popxl.Tensor,
     weight: popxl.Tensor | None,
-    size_average: bool | None,
     ignore_index: int,
-    reduce: bool | None,
-    reduction: str,
     label_smoothing: float,
-) -> popxl.Tensor:
+) -> Losses:
     axis = _class_axis(input)
     logs = log_softmax(input, axis)
-    if not target.dtype.is_floating_point:
-        return nll_loss(logs, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    losses = _of_probabilities(logs, target, weight, axis=axis, label_smoothing=label_smoothing)
-    return reduced(losses, _reduction(reduction, size_average, reduce))
+    if target.dtype.is_floating_point:
+        return _of_probabilities(logs, target, weight, axis=axis, label_smoothing=label_smoothing)
+    return nll_loss(logs, target, weight, ignore_index, label_smoothing)
 
 
-@lowers("torch.linear_cross_entropy")
+@_reducing("linear_cross_entropy")
 def linear_cross_entropy(
     input: popxl.Tensor,
     linear_weight: popxl.Tensor,
     target: popxl.Tensor,
     linear_bias: popxl.Tensor | None,
     weight: popxl.Tensor | None,
-    reduction: str,
     ignore_index: int | None,
     label_smoothing: float,
     options: Any,
-) -> popxl.Tensor:
+) -> Losses:
     *results, width = linear_weight.shape  # of each class, and perhaps of more dimensions
     bias = None if linear_bias is None else ops.flatten(linear_bias)
     logits = linear(input, ops.reshape(linear_weight, (-1, width)), bias)
     logits = ops.reshape(logits, (*input.shape[:-1], *results))
     ignored = -100 if ignore_index is None else ignore_index
-    return cross_entropy(logits, target, weight, None, ignored, None, reduction, label_smoothing)
+    return cross_entropy(logits, target, weight, ignored, label_smoothing)
 
 
 def _class_axis(input: Any) -> int:

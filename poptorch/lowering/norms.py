@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -172,111 +173,81 @@ def _rms_norm(input: Any, weight: Any = None, *, axes: tuple[int, ...], eps: flo
 # With running statistics ----------------------------------------------------------------------------------------------
 
 
-@lowers("torch.batch_norm")
-def batch_norm(
-    input: popxl.Tensor,
-    running_mean: popxl.Tensor | None,
-    running_var: popxl.Tensor | None,
-    weight: popxl.Tensor | None,
-    bias: popxl.Tensor | None,
-    training: bool,
-    momentum: float | popxl.Tensor,
-    eps: float,
-    **backend: Any,
-) -> tuple[popxl.Tensor, ...]:
-    axes = (0, *range(2, len(input.shape)))
-    return _by_statistics(input, running_mean, running_var, weight, bias, axes if training else None, momentum, eps)
+@dataclass(frozen=True)
+class _BatchStatistics:
+    """Axes of batch statistics, and how they update running statistics."""
 
-
-@lowers("torch.instance_norm")
-def instance_norm(
-    input: popxl.Tensor,
-    running_mean: popxl.Tensor | None,
-    running_var: popxl.Tensor | None,
-    weight: popxl.Tensor | None,
-    bias: popxl.Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    **backend: Any,
-) -> tuple[popxl.Tensor, ...]:
-    axes = tuple(range(2, len(input.shape)))
-    return _by_statistics(
-        input, running_mean, running_var, weight, bias, axes if use_input_stats else None, momentum, eps
-    )
+    axes: tuple[int, ...]
+    momentum: float | popxl.Tensor = 0.0
 
 
 def _by_statistics(
     input: popxl.Tensor,
-    running_mean: popxl.Tensor | None,
-    running_var: popxl.Tensor | None,
     weight: popxl.Tensor | None,
     bias: popxl.Tensor | None,
-    axes: tuple[int, ...] | None,
-    momentum: float | popxl.Tensor,
     eps: float,
+    running_mean: popxl.Tensor | None = None,
+    running_var: popxl.Tensor | None = None,
+    batch: _BatchStatistics | None = None,
 ) -> tuple[popxl.Tensor, ...]:
-    """Normalise by batch statistics over `axes`, and update running statistics; without `axes`, normalise by running
-    statistics.
-    """
+    """Normalise by batch statistics, and update running statistics; without the former, normalise by the latter."""
     weight, bias = _shaped(_by_channel(input), weight, bias)
-    if axes is None:
+    if batch is None:
         mean, var = _shaped(_by_channel(input), running_mean, running_var)
         return (_normalised_by(input, mean, var, weight, bias, eps=eps),)
-    out, mean, var = _normalise(input, weight, bias, axes=axes, eps=eps)
-    count = math.prod(input.shape[axis] for axis in axes)
+    out, mean, var = _normalise(input, weight, bias, axes=batch.axes, eps=eps)
+    count = math.prod(input.shape[axis] for axis in batch.axes)
     updated = [out]
     for running, new, scale in ((running_mean, mean, 1), (running_var, var, count / max(count - 1, 1))):
         if running is not None:
             per_channel = ops.mean(new, (0, *range(2, len(new.shape))))
             old = cast_like(running, popxl.float32)
-            updated.append(old + (per_channel * scale - old) * momentum)
+            updated.append(old + (per_channel * scale - old) * batch.momentum)
     return tuple(updated)
+
+
+def _of_channels(input: popxl.Tensor) -> tuple[int, ...]:
+    """All axes but that of the channels."""
+    return (0, *range(2, len(input.shape)))
+
+
+@lowers("torch.batch_norm")
+def batch_norm(
+    input: popxl.Tensor, training: bool, momentum: float | popxl.Tensor, cudnn_enabled: bool = True, **by: Any
+) -> tuple[popxl.Tensor, ...]:
+    return _by_statistics(input, batch=_BatchStatistics(_of_channels(input), momentum) if training else None, **by)
+
+
+@lowers("torch.instance_norm")
+def instance_norm(
+    input: popxl.Tensor, use_input_stats: bool, momentum: float, cudnn_enabled: bool = True, **by: Any
+) -> tuple[popxl.Tensor, ...]:
+    batch = _BatchStatistics(tuple(range(2, len(input.shape))), momentum)
+    return _by_statistics(input, batch=batch if use_input_stats else None, **by)
 
 
 @lowers("aten._native_batch_norm_legit.no_stats")
 def native_batch_norm(
-    input: popxl.Tensor,
-    weight: popxl.Tensor | None,
-    bias: popxl.Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
+    input: popxl.Tensor, training: bool, momentum: float, eps: float, **affine: Any
 ) -> tuple[popxl.Tensor, ...]:
-    axes = (0, *range(2, len(input.shape)))
-    (out,) = _by_statistics(input, None, None, weight, bias, axes, momentum, eps)
+    axes = _of_channels(input)
+    (out,) = _by_statistics(input, eps=eps, batch=_BatchStatistics(axes), **affine)
     return out, *map(ops.detach, _statistics(input, axes=axes, eps=eps))
 
 
 @lowers("torch.native_batch_norm")
 def native_batch_norm_with_statistics(
-    input: popxl.Tensor,
-    weight: popxl.Tensor | None,
-    bias: popxl.Tensor | None,
-    running_mean: popxl.Tensor | None,
-    running_var: popxl.Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
+    input: popxl.Tensor, training: bool, eps: float, **given: Any
 ) -> tuple[popxl.Tensor, ...]:
-    out, *updated = batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    out, *updated = batch_norm(input, training=training, eps=eps, **given)
     if not training:
         return (out,)
-    axes = (0, *range(2, len(input.shape)))
-    return out, *map(ops.detach, _statistics(input, axes=axes, eps=eps)), *updated
+    return out, *map(ops.detach, _statistics(input, axes=_of_channels(input), eps=eps)), *updated
 
 
 @lowers("aten._native_batch_norm_legit_no_training")
-def native_batch_norm_by_statistics(
-    input: popxl.Tensor,
-    weight: popxl.Tensor | None,
-    bias: popxl.Tensor | None,
-    running_mean: popxl.Tensor,
-    running_var: popxl.Tensor,
-    momentum: float,
-    eps: float,
-) -> tuple[popxl.Tensor, ...]:
-    return _by_statistics(input, running_mean, running_var, weight, bias, None, momentum, eps)
+def native_batch_norm_by_statistics(input: popxl.Tensor, momentum: float, **by: Any) -> tuple[popxl.Tensor, ...]:
+    return _by_statistics(input, **by)
 
 
 @jax_op(title="NormaliseByStatistics")

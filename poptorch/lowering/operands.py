@@ -34,7 +34,6 @@ def promoted(
     which is not decided here.
 
     Args:
-        operands: tensors and numbers.
         are_bounds: whether numbers are only compared with: one that does not fit becomes the nearest that does.
         of_floats: whether integers become float32: each separately, as a number may not fit the tensors' dtype.
     """

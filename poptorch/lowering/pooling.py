@@ -39,6 +39,14 @@ def _regular(size: int, kernel: int, stride: int, padding: int, dilation: int, c
     return Windows(size, reach, stride, padding, end, count, dilation)
 
 
+def _window_sizes(
+    axes: int, kernel_size: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,)
+) -> dict[str, Any]:
+    """Sizes of windows for each axis. Windows lie side by side without a stride."""
+    sizes = {"kernel_size": kernel_size, "stride": stride or kernel_size, "padding": padding}
+    return {name: per_axis(each, axes) for name, each in sizes.items()}
+
+
 def _windows(sizes: Sequence[int], output_size: Any = None, **how: Any) -> list[Windows | Table]:
     """Windows along the last axes: regular, or adaptive to `output_size`, with a table for irregular windows."""
     if output_size is not None:
@@ -201,22 +209,10 @@ _max_pool = jax_op(title="MaxPool", gradient=_pool_gradient, result=("maxpool_ou
 
 def _max_pools(axes: int) -> None:
     def max_pool(
-        input: popxl.Tensor,
-        kernel_size: Sequence[int],
-        stride: Sequence[int] = (),
-        padding: Sequence[int] = (0,),
-        dilation: Sequence[int] = (1,),
-        ceil_mode: bool = False,
+        input: popxl.Tensor, dilation: Sequence[int] = (1,), ceil_mode: bool = False, **sizes: Sequence[int]
     ) -> tuple[popxl.Tensor, ...]:
-        return _max_pool(
-            input,
-            axes=axes,
-            kernel_size=per_axis(kernel_size, axes),
-            stride=per_axis(stride or kernel_size, axes),
-            padding=per_axis(padding, axes),
-            dilation=per_axis(dilation, axes),
-            ceil_mode=ceil_mode,
-        )
+        dilation = per_axis(dilation, axes)
+        return _max_pool(input, axes=axes, **_window_sizes(axes, **sizes), dilation=dilation, ceil_mode=ceil_mode)
 
     def adaptive(input: popxl.Tensor, output_size: Sequence[int]) -> tuple[popxl.Tensor, ...]:
         return _max_pool(input, axes=axes, output_size=tuple(output_size))
@@ -315,18 +311,14 @@ def _average(
 def _average_pools(axes: int) -> None:
     def average(
         input: popxl.Tensor,
-        kernel_size: Sequence[int],
-        stride: Sequence[int] = (),
-        padding: Sequence[int] = (0,),
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
+        **sizes: Sequence[int],
     ) -> popxl.Tensor:
         return _average(
             input,
-            kernel_size=per_axis(kernel_size, axes),
-            stride=per_axis(stride or kernel_size, axes),
-            padding=per_axis(padding, axes),
+            **_window_sizes(axes, **sizes),
             ceil_mode=ceil_mode,
             count_include_pad=count_include_pad,
             divisor_override=divisor_override,
@@ -335,7 +327,7 @@ def _average_pools(axes: int) -> None:
     def adaptive(input: popxl.Tensor, output_size: Sequence[int]) -> popxl.Tensor:
         sizes = input.shape[-axes:]
         if not any(size % count for size, count in zip(sizes, output_size, strict=True)):
-            return average(input, [size // count for size, count in zip(sizes, output_size, strict=True)])
+            return average(input, kernel_size=[s // count for s, count in zip(sizes, output_size, strict=True)])
         return resampled(input, [Axis("area", *each) for each in zip(sizes, output_size, strict=True)])
 
     lowers(f"aten.avg_pool{axes}d")(average)

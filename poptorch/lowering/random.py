@@ -15,22 +15,18 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, cast_like
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.extend.arguments import camel
 from popxl.extend.kernels import round_once
 from popxl.op import VJP, OpKind
 
-Shape = tuple[int, ...]
 
-
-def _draw(function: Callable[..., Any], gradient: Any = None) -> Callable[..., popxl.Tensor]:
+def _draw(name: str, function: Callable[..., Any], gradient: Any = None) -> Callable[..., popxl.Tensor]:
     """Wrap a function of a JAX key as an op; calls draw a new seed."""
 
     @functools.wraps(function)
     def from_seed(seed: Any, *arrays: Any, **numbers: Any) -> Any:
         return function(jax.random.wrap_key_data(seed, impl="threefry2x32"), *arrays, **numbers)
 
-    title = camel(function.__name__.strip("_"))
-    kind: OpKind = jax_op(title=f"Random{title}", gradient=gradient)(round_once(from_seed))
+    kind: OpKind = jax_op(title=f"Random{name}", gradient=gradient)(round_once(from_seed))
     return lambda *parameters, **numbers: kind(emission().seed(), *parameters, **numbers)
 
 
@@ -70,9 +66,7 @@ def normal(mean: Number | popxl.Tensor = 0, std: Number | popxl.Tensor = 1, **li
     return ops.random_normal(emission().seed(), wanted.shape, mean, std, wanted.dtype)
 
 
-@_draw
-def _normal(key: Any, mean: Any, std: Any, *, shape: Shape) -> Any:
-    return mean + std * jax.random.normal(key, shape, mean.dtype)
+_normal = _draw("Normal", lambda key, mean, std, *, shape: mean + std * jax.random.normal(key, shape, mean.dtype))
 
 
 @lowers("aten.log_normal_")
@@ -94,9 +88,10 @@ def bernoulli_(p: Number | popxl.Tensor = 0.5) -> popxl.Tensor:
     return _bernoulli(probability, shape=emission().wanted[0].shape)
 
 
-@_draw
-def _bernoulli(key: Any, p: Any, *, shape: Shape) -> Any:
-    return jax.random.bernoulli(key, p, shape)
+_bernoulli = _draw("Bernoulli", lambda key, p, *, shape: jax.random.bernoulli(key, p, shape))
+_cauchy = _draw("Cauchy", lambda key, *, shape: jax.random.cauchy(key, shape, jnp.float32))
+_exponential = _draw("Exponential", lambda key, *, shape: jax.random.exponential(key, shape, jnp.float32))
+_geometric = _draw("Geometric", lambda key, *, p, shape: jax.random.geometric(key, p, shape, jnp.int32))
 
 
 @lowers("aten.cauchy_")
@@ -104,19 +99,9 @@ def cauchy(median: float = 0, sigma: float = 1, **like: Any) -> popxl.Tensor:
     return _cauchy(shape=emission().wanted[0].shape) * sigma + median
 
 
-@_draw
-def _cauchy(key: Any, *, shape: Shape) -> Any:
-    return jax.random.cauchy(key, shape, jnp.float32)
-
-
 @lowers("aten.exponential_")
 def exponential(lambd: float = 1, **like: Any) -> popxl.Tensor:
     return _exponential(shape=emission().wanted[0].shape) / lambd
-
-
-@_draw
-def _exponential(key: Any, *, shape: Shape) -> Any:
-    return jax.random.exponential(key, shape, jnp.float32)
 
 
 @lowers("aten.geometric_")
@@ -124,33 +109,10 @@ def geometric(p: float, **like: Any) -> popxl.Tensor:
     return _geometric(p=p, shape=emission().wanted[0].shape)
 
 
-@_draw
-def _geometric(key: Any, *, p: float, shape: Shape) -> Any:
-    return jax.random.geometric(key, p, shape, jnp.int32)
-
-
-@lowers("aten.poisson")
-@_draw
-def _poisson(key: Any, input: Any) -> Any:
-    return jax.random.poisson(key, input)
-
-
-@lowers("aten.binomial")
-@_draw
-def _binomial(key: Any, count: Any, prob: Any) -> Any:
-    return jax.random.binomial(key, count, prob)
-
-
-@lowers("aten._standard_gamma")
-@functools.partial(_draw, gradient=VJP)
-def _gamma(key: Any, input: Any) -> Any:
-    return jax.random.gamma(key, input)
-
-
-@lowers("aten._sample_dirichlet")
-@functools.partial(_draw, gradient=VJP)
-def _dirichlet(key: Any, input: Any) -> Any:
-    return jax.random.dirichlet(key, input)
+lowers("aten.poisson")(_draw("Poisson", lambda key, input: jax.random.poisson(key, input)))
+lowers("aten.binomial")(_draw("Binomial", lambda key, count, prob: jax.random.binomial(key, count, prob)))
+lowers("aten._standard_gamma")(_draw("Gamma", lambda key, input: jax.random.gamma(key, input), VJP))
+lowers("aten._sample_dirichlet")(_draw("Dirichlet", lambda key, input: jax.random.dirichlet(key, input), VJP))
 
 
 # Integers -------------------------------------------------------------------------------------------------------------
@@ -163,9 +125,7 @@ def _integers(low: int, high: int) -> popxl.Tensor:
     return _randint(low=low, high=min(high, 2**31 - 1), shape=emission().wanted[0].shape)
 
 
-@_draw
-def _randint(key: Any, *, low: int, high: int, shape: Shape) -> Any:
-    return jax.random.randint(key, shape, low, high, jnp.int32)
+_randint = _draw("Randint", lambda key, *, low, high, shape: jax.random.randint(key, shape, low, high, jnp.int32))
 
 
 @lowers("aten.randint", "aten.randint_like")
@@ -187,14 +147,12 @@ def _beyond(dtype: popxl.dtype) -> int:
     return 2 if dtype is popxl.bool else int(jnp.iinfo(dtype.as_jax()).max) + 1
 
 
+_permutation = _draw("Permutation", lambda key, *, n: jax.random.permutation(key, n))
+
+
 @lowers("aten.randperm")
 def randperm(n: int, **like: Any) -> popxl.Tensor:
     return _permutation(n=n)
-
-
-@_draw
-def _permutation(key: Any, *, n: int) -> Any:
-    return jax.random.permutation(key, n)
 
 
 @lowers("aten.multinomial")
@@ -202,12 +160,14 @@ def multinomial(input: popxl.Tensor, num_samples: int, replacement: bool = False
     return _multinomial(input, count=num_samples, replacement=replacement)
 
 
-@_draw
-def _multinomial(key: Any, input: Any, *, count: int, replacement: bool) -> Any:
+def _categories(key: Any, input: Any, *, count: int, replacement: bool) -> Any:
     weights = jnp.log(input)
     if replacement:
         return jax.random.categorical(key, weights[..., None, :], shape=(*input.shape[:-1], count))
     return jax.lax.top_k(weights + jax.random.gumbel(key, input.shape, weights.dtype), count)[1]
+
+
+_multinomial = _draw("Multinomial", _categories)
 
 
 # The generator --------------------------------------------------------------------------------------------------------

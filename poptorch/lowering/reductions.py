@@ -342,14 +342,9 @@ def histogram(
     return jnp.histogram(input, bins, range, weight, density)
 
 
-@lowers("torch.bincount")
-def bincount(input: popxl.Tensor, weights: popxl.Tensor | None = None, minlength: int = 0) -> popxl.Tensor:
-    return counted(input, weights, length=minlength)
-
-
-@jax_op(title="Bincount", gradient=None)
-def counted(input: Any, weights: Any = None, *, length: int) -> Any:
-    return jnp.bincount(input, None if weights is None else weights.astype(jnp.float32), length=length)
+@jax_op("torch.bincount", gradient=None)
+def bincount(input: Any, weights: Any = None, *, minlength: int = 0) -> Any:
+    return jnp.bincount(input, None if weights is None else weights.astype(jnp.float32), length=minlength)
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------
@@ -361,10 +356,7 @@ def cov(input: Any, fweights: Any = None, aweights: Any = None, *, correction: i
     return jnp.cov(input, ddof=correction, fweights=fweights, aweights=aweights)
 
 
-@jax_op("torch.corrcoef")
-@round_once
-def corrcoef(input: Any) -> Any:
-    return jnp.corrcoef(input)
+jax_op("torch.corrcoef", title="Corrcoef")(round_once(lambda input: jnp.corrcoef(input)))
 
 
 # Of segments ----------------------------------------------------------------------------------------------------------

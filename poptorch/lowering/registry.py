@@ -15,7 +15,8 @@ computes no less precisely.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from typing import Any, TypeVar
 
 from popxl import OpKind
@@ -39,19 +40,31 @@ def lowers(*names: str) -> Callable[[F], F]:
     return declare
 
 
-def jax_op(*names: str, title: str = "", **settings: Any) -> Callable[[Lowering], OpKind]:
+def jax_op(
+    *names: str, title: str = "", prepare: Callable[..., Iterable[Any]] | None = None, **settings: Any
+) -> Callable[[Lowering], OpKind]:
     """Declare a JAX function as an op, and register it as a lowering.
 
     Args:
         *names: names of the ops of PyTorch.
         title: name of the op in printed graphs; by default derived from the function's name, `log_softmax` →
             `LogSoftmax`.
+        prepare: function that converts PyTorch's operands, all together, to those of the op.
         **settings: gradient and further settings; see `popxl.OpKind`.
     """
 
     def declare(function: Lowering) -> OpKind:
         name = title or "".join(part.capitalize() for part in function.__name__.strip("_").split("_"))
-        return lowers(*names)(OpKind(name, function, key=f"poptorch.{name}", **settings))
+        kind = OpKind(name, function, key=f"poptorch.{name}", **settings)
+        operands = [p.name for p in signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+        def prepared(**given: Any) -> Any:
+            own = [name for name in operands if given.get(name) is not None]
+            assert prepare is not None
+            return kind(**given | dict(zip(own, prepare(*(given[name] for name in own)), strict=True)))
+
+        lowers(*names)(kind if prepare is None else prepared)
+        return kind
 
     return declare
 

@@ -263,12 +263,10 @@ def cat(tensors: Sequence[popxl.Tensor], dim: int = 0) -> popxl.Tensor:
 
 @lowers("aten.stack")
 def stack(tensors: Sequence[popxl.Tensor], dim: int = 0) -> popxl.Tensor:
-    return stacked(*promoted(*tensors), axis=dim)
+    return _stacked(*promoted(*tensors), axis=dim)
 
 
-@jax_op(title="Stack")
-def stacked(*tensors: Any, axis: int) -> Any:
-    return jnp.stack(tensors, axis)
+_stacked = jax_op(title="Stack")(lambda *tensors, axis: jnp.stack(tensors, axis))
 
 
 repeat = jax_op("aten.repeat", title="Tile")(round_once(lambda input, *, repeats: jnp.tile(input, repeats)))
@@ -283,9 +281,7 @@ def combinations_(input: popxl.Tensor, r: int = 2, with_replacement: bool = Fals
 # Order ----------------------------------------------------------------------------------------------------------------
 
 
-@jax_op("aten.flip")
-def flip(input: Any, *, dims: tuple[int, ...]) -> Any:
-    return jnp.flip(input, dims)
+jax_op("aten.flip", title="Flip")(lambda input, *, dims: jnp.flip(input, dims))
 
 
 @jax_op("aten.roll")
@@ -296,14 +292,8 @@ def roll(input: Any, *, shifts: tuple[int, ...], dims: tuple[int, ...] = ()) -> 
 # Triangles and diagonals ----------------------------------------------------------------------------------------------
 
 
-@jax_op("aten.tril")
-def tril(input: Any, *, diagonal: int = 0) -> Any:
-    return jnp.tril(input, diagonal)
-
-
-@jax_op("aten.triu")
-def triu(input: Any, *, diagonal: int = 0) -> Any:
-    return jnp.triu(input, diagonal)
+jax_op("aten.tril", title="Tril")(lambda input, *, diagonal=0: jnp.tril(input, diagonal))
+jax_op("aten.triu", title="Triu")(lambda input, *, diagonal=0: jnp.triu(input, diagonal))
 
 
 @jax_op("aten.diag_embed")

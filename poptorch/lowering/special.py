@@ -99,12 +99,8 @@ _lgamma = unary_op("lgamma", special.gammaln, gradient={"input": lambda g, input
 
 unary("lgamma", _lgamma)
 unary("digamma", lambda t: _polygamma(t, n=0))
+unary("polygamma", _polygamma)
 binary("special_zeta", _zeta, of_floats=True)
-
-
-@lowers("aten.polygamma")
-def polygamma(n: int, input: popxl.Tensor) -> popxl.Tensor:
-    return _polygamma(floating(input), n=n)
 
 
 # With logarithms ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from poptorch.base.host_numbers import Number
+from poptorch.base.patching import patched
 from poptorch.capture.counters import CARRIED_TYPES, Counter
 from poptorch.errors import createPoptorchError
 
@@ -23,9 +24,6 @@ class Attributes:
     Wrapping a model takes a snapshot, so that `model.eval()` afterwards affects the host only. `with_current` adds
     settings made through the wrapper. Lists, dictionaries and sets among the attributes stay the same objects;
     `poptorch.capture.host_state` undoes changes of their contents during a capture.
-
-    Args:
-        module: the module; `None` has none.
 
     Attributes:
         training: whether the module was in `train()` mode; `None` without a module.
@@ -151,11 +149,8 @@ def noting() -> Iterator[list[tuple[torch.nn.Module, str]]]:
         before(module, name, value)
         noted.append((module, name))
 
-    kind.__setattr__ = set_and_note
-    try:
+    with patched(kind, __setattr__=set_and_note):
         yield noted
-    finally:
-        kind.__setattr__ = before
 
 
 @contextmanager
@@ -211,8 +206,6 @@ def _moving() -> Iterator[dict[tuple[int, str], torch.Tensor]]:
     PyTorch changes them where they are, which tensors without numbers cannot do. Gives those that were replaced, by
     the dictionary that holds them and their name.
     """
-    kind: Any = torch.nn.Module
-    apply = kind._apply
     moved: dict[tuple[int, str], torch.Tensor] = {}
 
     def replace(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
@@ -224,11 +217,8 @@ def _moving() -> Iterator[dict[tuple[int, str], torch.Tensor]]:
                     tensors[name] = moved[id(tensors), name] = other
         return module
 
-    kind._apply = replace
-    try:
+    with patched(torch.nn.Module, _apply=replace):
         yield moved
-    finally:
-        kind._apply = apply
 
 
 def _made_late(kind: str, name: str, before: str) -> Exception:

@@ -76,12 +76,6 @@ def locate_constant(
 
     It is searched in the captured module, then in the closures of the functions that are running,
     then in their own variables.
-
-    Args:
-        t: the tensor.
-        numbers: its contents.
-        module: the module, if any.
-        frame: frame of its use.
     """
     own: set[int] = set() if module is None else {id(each) for each in torch.nn.Module.modules(module)}
     around: list[_Part] = []

@@ -66,7 +66,6 @@ def numbers_of(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor |
     """Contents of a value, by constant folding; `None` if they depend on a run.
 
     Args:
-        value: the value.
         known: contents of buffers, and results computed before; results are added.
     """
     if value.buffer_dependencies is None:
@@ -78,7 +77,6 @@ def computed(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor:
     """Contents of a value, computed by PyTorch from known ones. Callers must not overwrite them.
 
     Args:
-        value: the value.
         known: contents of values without a maker, and results computed before; results are added.
 
     Raises:

@@ -158,12 +158,7 @@ def _operand_of(each: Any) -> Operand:
 
 
 class Counter:
-    """Symbolic number. Python arithmetic on counters and numbers returns new counters.
-
-    Args:
-        tape: tape of the recording.
-        index: index of the number on it.
-    """
+    """Symbolic number. Python arithmetic on counters and numbers returns new counters."""
 
     __slots__ = ("__weakref__", "index", "tape")
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from poptorch.base.patching import patched
 from poptorch.capture.gradient_flow import APPLICATION, subclasses_of, warn_about_derivative
 from poptorch.capture.torch_private import UNREADABLE, storage_key
 from poptorch.capture.trace import Node, Trace, Value, with_values
@@ -177,11 +178,8 @@ def _noting_classes(note: Callable[[type], None]) -> Iterator[None]:
         make(function, *args)
         note(function)
 
-    kind.__init__ = making
-    try:
+    with patched(kind, __init__=making):
         yield
-    finally:
-        kind.__init__ = make
 
 
 def _clone_aliases(results: Any, arguments: Sequence[torch.Tensor], written: set[int]) -> Any:

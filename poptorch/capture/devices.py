@@ -11,13 +11,14 @@ gets its name; where the model passes it on, PyTorch gets a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import FrameType
 from typing import Any
 
 import torch
 
+from poptorch.base.patching import patched
 from poptorch.capture.torch_private import answering_for_devices
 
 IPU, HOST = torch.device("ipu"), torch.device("cpu")
@@ -69,15 +70,11 @@ def named_as_cpus(device_of: Callable[[torch.Tensor, FrameType], torch.device | 
         (torch, "set_autocast_dtype"),
         (torch, "get_device_module"),
     ]
-    before = [(holder, name, getattr(holder, name)) for holder, name in places]
-    for holder, name, function in before:
-        setattr(holder, name, _of_cpus(function))
-    try:
-        with answering_for_devices(device_of):
-            yield
-    finally:
-        for holder, name, function in before:
-            setattr(holder, name, function)
+    with ExitStack() as stack:
+        for holder, name in places:
+            stack.enter_context(patched(holder, **{name: _of_cpus(getattr(holder, name))}))
+        stack.enter_context(answering_for_devices(device_of))
+        yield
 
 
 def _of_cpus(function: Callable[..., Any]) -> Callable[..., Any]:

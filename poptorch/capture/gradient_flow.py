@@ -21,8 +21,6 @@ def record_gradient(value: Value, t: torch.Tensor, blocks_grad: bool) -> None:
     """Record whether gradients flow through a value: PyTorch knows this once its op ends, until the next op.
 
     Args:
-        value: the value.
-        t: a tensor with this value.
         blocks_grad: whether gradients stop if `t` needs none; otherwise that is left open.
     """
     value.requires_grad = t.requires_grad or (False if blocks_grad else None)

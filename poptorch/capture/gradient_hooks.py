@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from poptorch.base.patching import patched
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.tracer import Tracer
 
@@ -66,15 +67,12 @@ def recording_hooks(tracer: Tracer) -> Iterator[None]:
         record_hook("A tensor that PyTorch saves for gradients")
         register_saved(saved_tensor, pack, unpack)
 
-    function._register_hook = staticmethod(record_and_register)
-    private._push_saved_tensors_default_hooks = record_and_push
-    saved.register_hooks = record_and_register_saved
-    try:
+    with (
+        patched(function, _register_hook=staticmethod(record_and_register)),
+        patched(private, _push_saved_tensors_default_hooks=record_and_push),
+        patched(saved, register_hooks=record_and_register_saved),
+    ):
         yield
-    finally:
-        del function._register_hook
-        private._push_saved_tensors_default_hooks = push
-        saved.register_hooks = register_saved
 
 
 def _keeps_numbers(t: torch.Tensor, pack: Callable[..., Any], unpack: Callable[..., Any]) -> bool:

@@ -70,13 +70,9 @@ class GraphBreaks:
     """Graph breaks of a function under capture, in order.
 
     Args:
-        inputs: arguments with numbers.
         answers: results of the first breaks in a run. The host computes those of later ones.
         training: whether to differentiate.
         micro_batches: number of micro-batches in the rows of the arguments.
-
-    Attributes:
-        found: breaks of the capture.
     """
 
     def __init__(
@@ -99,7 +95,6 @@ class GraphBreaks:
         """Reset all state for a new or repeated capture.
 
         Args:
-            inputs: values of its arguments.
             state: the numbers of parameters and buffers.
             trained: those of them that a step changes.
         """

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class HostDraws:
-    """Draws of one capture, in program order per generator.
-
-    Args:
-        tracer: the capture.
-    """
+    """Draws of one capture, in program order per generator."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

@@ -18,8 +18,6 @@ class HostFunction:
     """Host function called from within a program.
 
     Args:
-        name: name of the op.
-        function: the function.
         given: structure of its arguments `args, kwargs`.
 
     Attributes:

@@ -42,9 +42,7 @@ def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace:
     """Call a PyTorch function with placeholder numbers for counters; recorded ops receive program inputs instead.
 
     Args:
-        call: calls it.
         args, kwargs: arguments of the function.
-        trace: trace of the recording.
         is_inside: whether it is called within another function.
     """
     counters: dict[Number, Counter] = {}

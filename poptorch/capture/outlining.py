@@ -99,7 +99,6 @@ def structural_key(nodes: Sequence[Node], known: dict[int, Hashable] | None = No
     """Structural key of ops, independent of their inputs: equal for interchangeable runs.
 
     Args:
-        nodes: the ops.
         known: labels of values from outside, by identity. Labels of results are added.
     """
     known = {} if known is None else known

@@ -42,7 +42,6 @@ class Recorder:
     Args:
         ambient: context of ops: the current block and so on.
         excludes: parts of file paths whose lines are skipped for source locations.
-        module: the module that is captured, if any.
 
     Attributes:
         scopes: names of the modules that are running, outermost first.
@@ -258,9 +257,6 @@ class Recorder:
         """Schedule a gradient-flow check for a value, if PyTorch tracks it.
 
         Args:
-            cell: storage of the tensor.
-            value: the value.
-            t: tensor with this storage.
             says_no: whether this tensor alone decides that no gradients flow, rather than the operands of the value.
         """
         if not self._parts:
@@ -364,7 +360,6 @@ class Recorder:
         """Add op results for tensors, each with separate storage.
 
         Args:
-            node: the op.
             tensors: results of the op, in any structure.
             says_no: whether results that need no gradient, according to PyTorch, let none flow.
         """

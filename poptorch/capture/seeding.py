@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from poptorch.base.patching import patched
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.trace import Node
@@ -115,14 +116,9 @@ def seeding(recorder: Recorder) -> Iterator[None]:
     before = functions.default_generator
     with without_modes():
         start, seed = before.get_state(), before.initial_seed()
-    functions.default_generator = _OfThisThread(_Generator(before, recorder), before)
-    namespace: Any = torch
-    namespace.Generator = Remade
-    try:
+    own = _OfThisThread(_Generator(before, recorder), before)
+    with patched(functions, default_generator=own), patched(torch, Generator=Remade):
         yield
-    finally:
-        functions.default_generator = before
-        namespace.Generator = _torch_generator
     with without_modes():
         now = before.get_state()
         is_seeded = torch.equal(now, _torch_generator().manual_seed(before.initial_seed()).get_state())

@@ -117,7 +117,6 @@ def views_between(base: TensorLayout, seen: TensorLayout) -> tuple[View, ...]:
 
     Args:
         base: layout of the viewed tensor. It does not overlap itself.
-        seen: the other one.
 
     Raises:
         poptorch.Error: if the view has numbers that are not in `base`, or reinterprets them in an unsupported way.

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from poptorch.base.patching import patched
 from poptorch.capture.backward import BACKWARD
 from poptorch.capture.foreach import tensorwise
 from poptorch.capture.quantisation import QUANTISATION
@@ -83,12 +84,8 @@ def fake_mode() -> FakeTensorMode:
 @contextmanager
 def unlogged_errors() -> Iterator[None]:
     """Suppress logged tracebacks for errors that fake tensors raise anyway, such as shape mismatches."""
-    log = logging.getLogger(FakeTensorMode.__module__)
-    before, log.disabled = log.disabled, True
-    try:
+    with patched(logging.getLogger(FakeTensorMode.__module__), disabled=True):
         yield
-    finally:
-        log.disabled = before
 
 
 @contextmanager
@@ -119,12 +116,10 @@ def decomposing_functions() -> Iterator[None]:
         return python(*args, **kwargs) if is_script else run(function, *args, **kwargs)
 
     torch._C._set_mkldnn_enabled(False)
-    kind.__call__ = run_python
     try:
-        with torch.jit.optimized_execution(False), sdpa_kernel(SDPBackend.MATH):
+        with patched(kind, __call__=run_python), torch.jit.optimized_execution(False), sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        kind.__call__ = run
         torch._C._set_mkldnn_enabled(before)
 
 
@@ -141,14 +136,11 @@ def without_compile() -> Iterator[None]:
     """Run the original Python code of `torch.compile` results within a block."""
     from torch._dynamo.eval_frame import OptimizedModule  # here, as it takes a second
 
-    kind: Any = OptimizedModule
-    run = kind.__call__
-    kind.__call__ = lambda module, *args, **kwargs: module._orig_mod(*args, **kwargs)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        kind.__call__ = run
+    def run(module: OptimizedModule, *args: Any, **kwargs: Any) -> Any:
+        return module._orig_mod(*args, **kwargs)
+
+    with patched(OptimizedModule, __call__=run), torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager
@@ -182,12 +174,11 @@ def checkpoints_run_by(region: Callable[[Any], AbstractContextManager[None]]) ->
         with region(forward):
             yield
 
-    kind.apply, module._checkpoint_without_reentrant_generator = staticmethod(run), checkpoint_generator
-    try:
+    with (
+        patched(kind, apply=staticmethod(run)),
+        patched(module, _checkpoint_without_reentrant_generator=checkpoint_generator),
+    ):
         yield
-    finally:
-        del kind.apply
-        module._checkpoint_without_reentrant_generator = generator
 
 
 def saving_policy(context: Any) -> Callable[..., bool] | None:
@@ -206,15 +197,9 @@ def saving_policy(context: Any) -> Callable[..., bool] | None:
     return saves
 
 
-@contextmanager
-def derivable_attention() -> Iterator[None]:
+def derivable_attention() -> AbstractContextManager[None]:
     """Allow `flex_attention` on tensors that require gradients, for which PyTorch has no CPU kernel."""
-    private: Any = flex_attention
-    before, private._validate_device = private._validate_device, lambda query, key, value: None
-    try:
-        yield
-    finally:
-        private._validate_device = before
+    return patched(flex_attention, _validate_device=lambda query, key, value: None)
 
 
 def is_wrapped(t: torch.Tensor) -> bool:
@@ -222,16 +207,12 @@ def is_wrapped(t: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
-@contextmanager
-def answering_for_devices(device_of: Callable[[torch.Tensor, FrameType], torch.device | None]) -> Iterator[None]:
+def answering_for_devices(
+    device_of: Callable[[torch.Tensor, FrameType], torch.device | None],
+) -> AbstractContextManager[None]:
     """Override `device` of fake tensors by a function of tensor and calling frame, where it returns a device."""
-    kind: Any = FakeTensor
-    before = kind.device
-    kind.device = property(lambda t: device_of(t, sys._getframe(1)) or before.fget(t))
-    try:
-        yield
-    finally:
-        kind.device = before
+    before: Any = FakeTensor.device
+    return patched(FakeTensor, device=property(lambda t: device_of(t, sys._getframe(1)) or before.fget(t)))
 
 
 def hears_functions(mode: TorchFunctionMode) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from poptorch.base.patching import patched
+
 
 def _roi_align(
     input: torch.Tensor,
@@ -116,12 +118,8 @@ def choosing() -> Iterator[None]:
     if module is None:
         yield
         return
-    transform = module.GeneralizedRCNNTransform
-    before, transform.torch_choice = transform.torch_choice, _choice
-    try:
+    with patched(module.GeneralizedRCNNTransform, torch_choice=_choice):
         yield
-    finally:
-        transform.torch_choice = before
 
 
 def _choice(transform: Any, sizes: Sequence[int]) -> int:

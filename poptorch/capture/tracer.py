@@ -177,9 +177,7 @@ class Tracer:
         """Record a computation as a single op, regardless of its constituent ops.
 
         Args:
-            op: name of the op, for its lowering.
             compute: function that returns results of the right shapes and dtypes, for these arguments.
-            arguments: arguments by name.
             has_effect: whether it is kept even if nothing uses it.
         """
         with self.suspended():

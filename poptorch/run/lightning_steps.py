@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from poptorch.base.logging_ import logger
+from poptorch.base.patching import patched
 from poptorch.errors import createPoptorchError
 from poptorch.ops import identity_loss, return_all
 from poptorch.program.batching import Batching
@@ -262,8 +263,6 @@ class Step(torch.nn.Module):
     """A `LightningModule` step as a model, returning its results and tensors required by host-side effects.
 
     Args:
-        module: the module.
-        name: name of the step.
         keywords: names of the last of the indices.
     """
 
@@ -278,7 +277,6 @@ class Step(torch.nn.Module):
 
         Args:
             returned: result of this model.
-            batching: number of micro-batches.
             batch: argument of the step.
 
         Returns:
@@ -398,8 +396,7 @@ def _warn_of_numbers(module: LightningModule, step: str) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("current_epoch", "global_step"):
             for kind in (LightningModule, Trainer):
-                stack.callback(setattr, kind, name, vars(kind)[name])
-                setattr(kind, name, telling(kind, name))
+                stack.enter_context(patched(kind, **{name: telling(kind, name)}))
         yield
 
 

@@ -228,8 +228,6 @@ def grouping_of(ir: "Ir", group: "Groups | None", what: str) -> ReplicaGrouping:
     """Resolve a grouping argument: a grouping of `ir`, axis names, or `None` for all replicas.
 
     Args:
-        ir: Ir of the replicas.
-        group: the argument.
         what: name of the caller and of the argument, for errors.
 
     Raises:

@@ -135,8 +135,6 @@ def narrowed(array: NDArray[Any], target: np.dtype[Any], what: str) -> NDArray[A
     Floats are rounded, and infinities remain infinite.
 
     Args:
-        array: the array.
-        target: the dtype.
         what: name of the array, at the beginning of the error message.
 
     Raises:

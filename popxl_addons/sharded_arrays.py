@@ -93,7 +93,6 @@ class ShardWriter:
     Args:
         directory: the draft of the checkpoint, which the first process has made.
         number: index of this process, from 0.
-        count: number of processes.
         store: key-value store that they share.
     """
 

@@ -28,10 +28,8 @@ def match_state(
     """Match arrays with variables by name.
 
     Args:
-        named: the variables and constants of a state.
         what: the call, for messages.
         source: the kind of the array's source, for messages.
-        stored: the arrays.
         report_missing: as for `TaskSession.load_checkpoint`; with ``"error"``, missing names raise.
         differences: further differences, which are reported with the missing names.
         maps: file names in the source: memory-mapped variables with one of these need not be in `stored`.

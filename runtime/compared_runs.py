@@ -26,7 +26,6 @@ def compared_run(file: Path, arguments: Sequence[str], alone: Sequence[str], num
     """Run an Ir from a file, and its copy with all axes of size one, and compare both.
 
     Args:
-        file, arguments: the program.
         alone: arguments of the program for one replica; empty for the same ones.
         number: index of the Ir among those that the file builds.
 

@@ -16,7 +16,6 @@ def host_value(t: Variable | Constant, values_of_all: Mapping[Variable, np.ndarr
     """Host value of a variable or constant; one row per replica for variables retrieved from all replicas.
 
     Args:
-        t: the variable or constant.
         values_of_all: values of such variables on all replicas, if they have been downloaded.
     """
     if isinstance(t, Constant) or t.retrieval_mode != "all_replicas" or t.replica_grouping.group_size == 1:
@@ -32,7 +31,6 @@ def write_host_values(data: Mapping[Variable, np.ndarray], copy: bool = True) ->
     """Overwrite host copies of variables.
 
     Args:
-        data: new values.
         copy: whether to copy these arrays. Otherwise they may become the host copies.
     """
     for v, array in data.items():

@@ -179,7 +179,6 @@ def loaded(found: Contents, content: bytes, into: Any, out_of: Any) -> Any:
     """Reconstruct a compiled function from its contents.
 
     Args:
-        found: contents of the executable.
         content: XLA's serialization.
         into: the tree of its arguments.
         out_of: the tree of its results.

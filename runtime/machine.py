@@ -35,7 +35,6 @@ class Machine:
         """Error for session methods that require a runner.
 
         Args:
-            what: the method.
             device: the session's.
         """
         return PopxlError(
@@ -91,11 +90,7 @@ class PlanningMachine(IdleMachine):
 
 
 class TargetMachine(IdleMachine):
-    """Machine compiling all programs for one offline target, ignoring requested devices; runs nothing.
-
-    Args:
-        target: the machine.
-    """
+    """Machine compiling all programs for one offline target, ignoring requested devices; runs nothing."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

@@ -95,7 +95,6 @@ def compiled_program(ir: Ir, program: CompiledProgram, applied: Sequence[Any]) -
     """Compiled program, with the data for the plan search.
 
     Args:
-        ir, program: the program.
         applied: objects that applied memory plans while it was built.
 
     Raises:

@@ -28,7 +28,6 @@ def refusal(ir: Ir, memory: Memory, model: Graph, graphs: Sequence[GraphNeeds], 
     Args:
         ir, memory: the program with the smallest plan, as compiled.
         model: graph whose activations are planned.
-        graphs: what the graphs that it calls need.
         budget: bytes of a device.
     """
     parts = ("variables", "buffers", "arguments", "outputs", "constants", "code", "temporaries")

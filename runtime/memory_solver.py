@@ -80,7 +80,6 @@ def solve(
     """The treatments that add least time.
 
     Args:
-        graphs: graphs to plan.
         limit: upper limit of the peak bytes of activations and gradients; `None` for as few as possible, regardless of
             time.
         chip: published figures, if there are any.

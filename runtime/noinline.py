@@ -21,7 +21,6 @@ def noinline(function: Callable[..., Any], in_order: int | None = None) -> Calla
     a result for a separate array, and overwrites it while it still reads the other one.
 
     Args:
-        function: the function.
         in_order: the position of an argument whose leaves pass through the call all the same, so that their next use
             comes after the call: a slot of a remote buffer that was fetched early would take memory until it is needed.
     """

@@ -227,7 +227,6 @@ def barrier(place: str, payload: Any = None) -> list[Any]:
     """Wait until all instances reach a place; a no-op without other instances.
 
     Args:
-        place: the name of the place.
         payload: JSON data of this instance.
 
     Returns:
@@ -311,7 +310,6 @@ def devices_of_all(own: Sequence[jax.Device], count: int, best: int) -> list[jax
     """Devices of all processes' replicas, in process order.
 
     Args:
-        own: the devices of this process.
         count: number of replicas that it drives.
         best: number of devices that it would use. If a process has fewer, each replica has one.
 

@@ -34,7 +34,6 @@ class RendezvousServer:
     """Server for barriers of one program's instances.
 
     Args:
-        count: the number of instances.
         timeout: seconds that an instance waits for the others.
         address: the host name to listen at; `""` for all networks of this machine.
         token: the secret that instances send first.

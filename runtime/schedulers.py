@@ -45,7 +45,6 @@ def scheduled(
 
     Args:
         num_replicas: number of replicas of all processes; by default one each.
-        ipus_per_replica: number of devices of each replica.
         adjacent_replicas: number of replicas whose devices for a stage are adjacent; 0 derives it from the counts.
         timeout: seconds that processes wait for each other.
         name: name of the scheduler; by default the value of `POPDIST_SCHEDULER`, or the first one found.
@@ -114,7 +113,6 @@ class Service:
     """Connection to other processes through JAX's service, for processes started without a launcher.
 
     Args:
-        instance: this process.
         client: JAX's connection.
     """
 

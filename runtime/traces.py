@@ -32,7 +32,6 @@ def traced(
     """Write a device trace to a folder while a block runs. See `Session.recording`.
 
     Args:
-        folder: folder for the traces.
         recording: context manager entered meanwhile; it ends after all dispatched work has ended.
         texts: function that returns XLA's text of each executable.
     """

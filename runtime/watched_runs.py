@@ -32,11 +32,7 @@ from runtime.targets.offline import Target
 
 
 class AnalyzedNames(dict[str, Any]):
-    """Names of a program, in which the first call of one function is analyzed, and ends the program.
-
-    Attributes:
-        found: the analysis.
-    """
+    """Names of a program, in which the first call of one function is analyzed, and ends the program."""
 
     def __init__(self, name: str, target: Target | None) -> None:
         super().__init__(__name__="__main__", __builtins__=__builtins__)
@@ -137,7 +133,6 @@ def run_file(file: Path, arguments: Sequence[str], names: dict[str, Any] | None 
     """Run a Python file as `__main__`.
 
     Args:
-        file, arguments: the program.
         names: dictionary of its global names, by default Python's own.
 
     Returns:

@@ -24,10 +24,6 @@ def best(ir: Ir, device: Device) -> CompiledProgram:
     The candidates are in the layout of a program; see `runtime.plan.decision`. If a cache is on, it keeps the choice.
     On CPUs, and where several processes run a program, nothing is compared.
 
-    Args:
-        ir: the program.
-        device: device to compile for.
-
     Raises:
         DoesNotFit: if it does not fit in any form, according to the compiler.
     """

@@ -16,12 +16,7 @@ from poptorch.base.introspection import CONTAINERS, is_instance, items
 class HiddenValueAccess(BaseException):
     """Signal of access to a hidden value; a `BaseException`, to escape `except Exception` clauses in the model.
 
-    Args:
-        name: name of the value.
-        kind: class of the value.
-
     Attributes:
-        name: as passed.
         numbers: common name of all numbers of its argument, if it is one of them.
     """
 
@@ -37,12 +32,7 @@ def numbers_of(argument: str) -> str:
 
 
 class Hidden:
-    """Placeholder for a value: reveals its class, and raises `HiddenValueAccess` on all other access.
-
-    Args:
-        name: name of the value in messages.
-        kind: class of the value.
-    """
+    """Placeholder for a value: reveals its class, and raises `HiddenValueAccess` on all other access."""
 
     __slots__ = ("_kind", "_name")
 
@@ -84,7 +74,6 @@ def may_be_carried(value: object, is_beside_tensors: bool) -> bool:
     """Whether a value may pass through a model: a text, a number, or a container of both.
 
     Args:
-        value: the value.
         is_beside_tensors: whether it is in an argument that holds tensors. In other arguments only texts are passed
             through: models inspect numbers there, such as sizes.
     """

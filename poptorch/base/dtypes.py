@@ -31,9 +31,6 @@ _DEVICE_DTYPES = {
 def device_dtype(dtype: torch.dtype) -> torch.dtype:
     """Device dtype corresponding to a torch dtype.
 
-    Args:
-        dtype: dtype of the host.
-
     Returns:
         int32 for int64, float32 for float64, complex64 for complex128, else the same type.
 
@@ -60,7 +57,6 @@ def to_device_dtype(tensor: torch.Tensor, what: str) -> torch.Tensor:
     bits keep their bits, which hash functions need, with a warning.
 
     Args:
-        tensor: the numbers.
         what: name of the tensor, to begin a sentence.
 
     Raises:

@@ -63,7 +63,6 @@ class Structure(ABC):
         """Rebuild a value with new tensors, one per item of `leaves()`, of any shape and dtype.
 
         Args:
-            tensors: the tensors.
             given: objects in the places of known objects of `structure_of`.
         """
         return self.build(Components(iter(tensors), given))
@@ -100,7 +99,6 @@ class KnownObjects(dict[int, "Structure"]):
     """Structures of known objects by identity, and a rule for pass-through values.
 
     Args:
-        structures: the structures.
         carries: whether a value of this name is passed through, rather than a part of the program.
         looked_at: names of the values that could be passed through, but are inspected.
     """

@@ -88,7 +88,6 @@ class OutputStructure(Structure):
     A value of it is a pair of these; rebuilding returns the result alone, after changing the given objects.
 
     Args:
-        result: result of the model.
         changed: changes found by `SideEffects`.
         objects: objects among its arguments.
 

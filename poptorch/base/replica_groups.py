@@ -46,7 +46,6 @@ class ReplicaGroups:
             group_type: `All`: one group; `NoGrouping`: one for each replica; `Consecutive`: neighbours form a group;
                 `Orthogonal`: with `m` groups, replicas `m` apart do.
             size: number of replicas in each group; without effect for `All` and `NoGrouping`.
-            replicas: number of replicas.
 
         Raises:
             ValueError: if groups of this size do not make up all replicas, or there is no such type.
@@ -118,7 +117,6 @@ class ParameterProxy:
 
     Args:
         parameter: parameter, with all operations of tensors.
-        name: name of the parameter, for messages.
         replicas: the replication factor.
         group: function called with the arguments of `replicaGrouping`; `None` for one value for all replicas.
 

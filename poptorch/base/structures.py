@@ -52,8 +52,6 @@ def structure_of(value: Any, name: str, known: KnownObjects | None = None) -> St
     dataclasses or callable, or their class defines comparison or copying.
 
     Args:
-        value: any value.
-        name: name of the value in messages.
         known: structures of objects that are known, by their identity; see `given_objects`.
     """
     known = KnownObjects() if known is None else known

@@ -158,7 +158,6 @@ class _IExecutionStrategy(ABC):
         """Placement of a block.
 
         Args:
-            block_id: the id of the block.
             ipu_id: unit that the block requests. The unit of its stage has priority over it, and it over the number of
                 the stage.
             begun: number of other blocks begun before it.

@@ -65,8 +65,6 @@ class Batching:
         replica takes it.
 
         Args:
-            rows: number of rows.
-            micro_batch: number of rows of a micro-batch.
             training: whether gradients may be accumulated.
 
         Example:

@@ -21,10 +21,7 @@ class GradientSums:
     """Sums of gradients over micro-batches and replicas, by name of the parameter.
 
     Args:
-        update: the optimiser.
         batching: the distribution of rows.
-        options: the options.
-        replicas: number of replicas in all processes.
         groupings: replica groupings of parameters that differ between replicas.
         weights: storage of the parameters.
 
@@ -98,8 +95,6 @@ class GradientSums:
         """Gradient of a parameter, reduced over all replicas sharing it; this replica's shard, if the step takes one.
 
         Args:
-            name: name of the parameter.
-            gradient: gradient of this replica.
             given: if it is a shard of a sum over replicas, their grouping.
         """
         strategy, accumulation, replicas = self.strategy, self._batching.gradient_accumulation, self._replicas

@@ -37,14 +37,8 @@ class ModelGraph:
 
     Args:
         ir: the Ir, whose main graph is the current graph.
-        captured: the model.
-        leaves: names of its inputs.
-        outputs: values that the graph returns.
         requested: names of further tensors that it returns.
-        loss: the value of the loss, in training.
         trained: names of the optimiser's parameters, in training.
-        options: the options.
-        name: name of the graph.
 
     Attributes:
         graph: the forward graph.

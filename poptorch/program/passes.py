@@ -37,12 +37,7 @@ Given = Callable[[str, popxl.TensorSpec], popxl.Tensor]
 
 @dataclass(frozen=True)
 class Weight:
-    """Parameter or buffer stored off chip or sharded.
-
-    Attributes:
-        name: name of the weight.
-        stored: location of the weight.
-    """
+    """Parameter or buffer stored off chip or sharded."""
 
     name: str
     stored: Stored
@@ -108,13 +103,10 @@ class Passes:
     """Forward and backward pass of a micro-batch.
 
     Args:
-        graph: the model.
-        gradient: gradient graph; `None` in inference.
         weights: weights that are off chip or sharded, by input of `graph`.
         leaving: tensors of `graph` that leave the device until the gradient reads them.
         accumulated: by output of the gradient graph, the function that accumulates it as soon as it is made, with
             inputs for its values from the caller.
-        phases: phases of a phased strategy.
     """
 
     def __init__(

@@ -46,8 +46,6 @@ def check_placement(sites: Sequence[Site], options: Options, training: bool) -> 
 
     Args:
         sites: annotations of the operations of `forward`, in order.
-        options: the options of the model.
-        training: whether it is trained.
 
     Returns:
         The requested placement.
@@ -137,7 +135,6 @@ def check_overlapped_io(options: Options, output_mode: OutputMode) -> None:
     """Check that the options allow overlapped transfers (`set_overlap_for_input`, `..._output`).
 
     Args:
-        options: options of the model.
         output_mode: the mode of its results, no longer the default.
 
     Raises:

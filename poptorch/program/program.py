@@ -44,16 +44,11 @@ class Program:
 
     Args:
         ir: an empty Ir, of whose replicas this process has as many as `batching` says.
-        captured: the model.
-        leaves: names of its inputs.
         host: values of its parameters and buffers by name, as from `poptorch.run.weight_values.read_host_values`.
         batching: distribution of the rows of a call.
-        options: the options.
-        returned: the results.
         update: the optimiser, for training.
         count: number of its variable hyperparameters.
         groupings: groupings of parameters that have a row for each group of replicas, by name.
-        seed: seed of the random numbers.
         name: name of the forward graph.
 
     Attributes:

@@ -21,7 +21,6 @@ class Recomputation:
     """Recomputed regions of a model in training.
 
     Args:
-        options: the options.
         nodes: the ops of the model.
     """
 

@@ -47,16 +47,13 @@ class StateLayout:
     """Names, shapes and initial values of an optimiser's state, for the parameters that it trains.
 
     Args:
-        rule: rule of the optimiser.
         hyperparameters: the optimiser's hyperparameters.
-        parameters: trained parameters by name.
-        group_of: parameter group of each, by number.
         groupings: groupings of parameters that differ between replicas, by name.
         counted_apart: parameters with step counts of their own.
         automatic_loss_scaling: whether the loss scale is state.
 
     Attributes:
-        group_of: as passed.
+        group_of: number of the parameter group of each.
         counts: name of the step count of each parameter.
         states: the state.
     """
@@ -116,8 +113,6 @@ class StateLayout:
         """Program state converted from `optimizer.state`; missing entries keep initial values.
 
         Args:
-            state: `optimizer.state`.
-            parameters: parameters of the model, by name.
             values: result of `hyperparameters.values`.
             wanted: names of the state that the program has.
 

@@ -95,11 +95,7 @@ class Stored:
 
 
 class Storage:
-    """Creator of stored tensors in a program's main graph.
-
-    Args:
-        ir: Ir of the program.
-    """
+    """Creator of stored tensors in a program's main graph."""
 
     def __init__(self, ir: popxl.Ir) -> None:
         self._ir = ir

@@ -80,8 +80,6 @@ class Binder:
         """Convert parameter values, as returned by `bind`, back to call arguments `args, kwargs`.
 
         Args:
-            values: values of all parameters.
-            positional: number of positional arguments.
             wanted: names of the parameters to pass a value for. Others use their default; a wrapping function may have
                 another default than the one with these parameters.
         """
@@ -231,7 +229,6 @@ class Signature:
         """Build call arguments `args, kwargs` for `forward` from new tensors, one per leaf in `leaves`.
 
         Args:
-            tensors: the tensors.
             hides: whether carried values are hidden, to detect whether `forward` inspects them.
         """
         left = Components(iter(tensors), hides=hides)

@@ -15,9 +15,7 @@ class ChangeWarnings:
     """Warnings about a wrapper's module, once for each kind of change.
 
     Args:
-        host: the model.
         training: whether the wrapper trains it.
-        writes: writes to its tensors on the host.
     """
 
     def __init__(self, host: HostModel, training: bool, writes: HostWrites) -> None:

@@ -65,9 +65,7 @@ def compiled_model(
     """Compile a model for given arguments. The model has its `attributes` during compilation.
 
     Args:
-        model: the model.
         args, kwargs: arguments of a call.
-        options: the options.
         trainer: optimiser, which the program is registered with; `None` without training.
         read: function that returns the host's values of parameters and buffers. It is kept if there are graph breaks.
         has_fewer_rows: whether the program is for fewer rows than another one, with which it shares the optimiser.
@@ -151,7 +149,6 @@ def _hiding(
 
     Args:
         signature_of: function that returns a signature, from the names of inspected values; `None` for all.
-        capture: captures it.
     """
     signature, path, known = _hidden(signature_of, capture)
     shown = signature_of(None)
@@ -195,10 +192,6 @@ def carries(
     """Extend a program to new non-tensor argument values, if `forward` only passes them through. Return success.
 
     Args:
-        model: the model.
-        compiled: compiled model.
-        args, kwargs: the arguments.
-        options: the options of the program.
         training: whether the model is trained.
     """
     first = compiled.signature.arguments(

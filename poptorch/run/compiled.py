@@ -41,7 +41,6 @@ class Compiled:
     """A model compiled for a given argument structure, initially detached from any device. Threads may share it.
 
     Args:
-        signature: signature of the arguments.
         batching: distribution of the rows.
         structure: structure of the model's result.
         constants: numbers of results that the program does not compute, by number of the result.
@@ -49,7 +48,6 @@ class Compiled:
         rewritten: numbers of the inputs that are overwritten.
         io: inputs, outputs and variables of the program for the host.
         session: runs the program.
-        seed: seed of the random numbers.
         checks: run op by op, and raise where a number is not finite.
         host_functions: host functions called by the program.
         read: buffers whose numbers are a part of the program, with these numbers.

@@ -59,13 +59,9 @@ class BrokenGraph:
 
     Args:
         capture: function that captures the model again: for these tensors, and results of the first breaks.
-        capturing: context in which captures are possible.
         path: execution path of the first capture.
-        signature: signature of the arguments.
         batching: distribution of the rows; there is one micro-batch.
-        options: the options.
         host: function that returns the values of parameters and buffers.
-        seed: seed of the random numbers.
 
     Raises:
         poptorch.Error: if there are several micro-batches.
@@ -174,9 +170,6 @@ class BrokenGraph:
         Each subgraph recomputes run-invariant values itself.
 
         Args:
-            path: the execution path.
-            places: sources of its values.
-            parts: subgraphs, from the first one on.
             needed: values that are needed after the last of them.
             with_effects: whether to keep unused ops that have effects.
         """

@@ -69,12 +69,7 @@ class HostModel:
             self.attributes = self.attributes.with_current((each, name) for each in inside for name in vars(each))
 
     def take_counted(self, numbers: Mapping[str, Number], compiled: Attributes) -> None:
-        """Store program-carried numbers in the module, preserving values set by the user meanwhile.
-
-        Args:
-            numbers: numbers by path and name.
-            compiled: attributes with which it was compiled.
-        """
+        """Store program-carried numbers in the module, preserving values set by the user meanwhile."""
         places = [(module, key, number) for name, number in numbers.items() for module, key in self._holding(name)]
         for module, key, number in places:
             if compiled.is_unchanged(module, key):

@@ -46,9 +46,6 @@ class ModelLifecycle(ModelProxy):
     """A model and its program, from compilation to release.
 
     Args:
-        host: the model to run.
-        user_model: the model to show.
-        options: the options of the wrapper.
         trainer: the optimiser; `None` without training.
 
     Raises:

@@ -22,11 +22,6 @@ class ModelProxy:
     """Object that adds a model's attributes to its own.
 
     Names with a leading underscore, names declared by the classes, and names unknown to the model are its own.
-
-    Args:
-        host: the model to run.
-        user_model: the model to show.
-        options: the options of the wrapper.
     """
 
     def __init__(self, host: HostModel, user_model: Model, options: Options) -> None:

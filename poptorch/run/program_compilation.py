@@ -43,17 +43,12 @@ def compile_captured(
 
     Args:
         ir: an empty Ir for the program.
-        captured: the model.
-        answer: structure of its result.
-        signature: signature of the capture.
         batching: distribution of the rows.
-        options: the options.
         update: the optimiser, for training.
         count: number of its variable hyperparameters.
         groupings: groupings of the parameters that differ between groups of replicas.
         host: the values of parameters and buffers.
         anchors: the tensors to anchor, by the names that the user gives them.
-        seed: seed of the random numbers.
     """
     anchors = anchors or {}
     mode, period = options.output_mode, options.output_return_period

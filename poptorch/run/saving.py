@@ -348,10 +348,7 @@ class Saved:
     """A compiled model loaded from a file.
 
     Args:
-        name: name of the file.
         about: JSON part of the file.
-        tensors: numbers, by name.
-        session: the program.
 
     Attributes:
         training: whether the program trains.

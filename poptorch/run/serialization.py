@@ -40,7 +40,6 @@ def to_data(value: Any, name: str) -> Any:
     Args:
         value: a number, string, `None`, slice, range, dtype, enum of poptorch, NumPy array or tensor; or a tuple, list,
             set, dictionary or dataclass of these, subclasses included.
-        name: name of the value in messages.
 
     Raises:
         poptorch.Error: for any other value, or an object with a registered parser.

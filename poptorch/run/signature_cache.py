@@ -30,7 +30,6 @@ class SignatureCache:
 
     Args:
         make: wraps the model once more.
-        max_programs: number of programs to keep.
     """
 
     def __init__(self, make: Callable[[], _Wrapped], max_programs: int) -> None:

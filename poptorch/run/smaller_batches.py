@@ -49,7 +49,6 @@ class SmallerBatches:
     Args:
         whole: model compiled for whole batches.
         forward: the function whose parameters the arguments are for.
-        options: the options.
         training: whether the model is trained.
     """
 

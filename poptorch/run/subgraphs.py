@@ -89,7 +89,6 @@ class ValueIds:
     """Maps values of an execution path to stable identifiers.
 
     Args:
-        path: the execution path.
         held: buffers that are inputs of programs, instead of their state.
     """
 

@@ -40,7 +40,6 @@ class TrainedBrokenGraph(BrokenGraph):
 
     Args:
         of_parts: arguments of `BrokenGraph`.
-        update: the optimiser.
         count: number of its variable hyperparameters.
 
     Raises:

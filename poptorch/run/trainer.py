@@ -76,8 +76,6 @@ class Trainer:
         """Read the optimiser, for a new or existing program.
 
         Args:
-            parameters: parameters of the model, by name.
-            options: options of the model.
             groupings: groupings of parameters that differ between replicas.
             made_with: the optimiser that the program was made with.
             counted_apart: parameters whose steps the program counts separately; by default, those with fewer steps than
@@ -182,7 +180,6 @@ class Trainer:
         """Connect a new program, which owns the state from now on. Preloaded state is uploaded before its next run.
 
         Args:
-            compiled: the program.
             offline: whether it will not run.
         """
         self._compiled, self._is_offline = compiled, offline

@@ -24,7 +24,6 @@ class WeightSync:
     """Parameters and buffers of a model: synchronisation of host and device copies.
 
     Args:
-        host: the model on the host.
         training: whether the device trains it.
 
     Attributes:
@@ -162,7 +161,6 @@ def release_weights(program: Compiled | BrokenGraph, lazy: LazyWeights, disconne
     """Copy unread device values back when a wrapper is garbage-collected.
 
     Args:
-        program: its program.
         lazy: weights that the device changes.
         disconnect: disconnects the optimiser; `None` without training.
     """

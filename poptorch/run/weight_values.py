@@ -21,9 +21,6 @@ Groupings = Mapping[str, GroupedParameter]
 def tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
     """A module's parameters, then its buffers, by name; tied tensors appear once, under their first name.
 
-    Args:
-        module: the module; `None` has none.
-
     Raises:
         Error: if a buffer is not a tensor.
     """

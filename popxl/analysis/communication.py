@@ -152,7 +152,6 @@ def communication_of(ir: Ir, recorder: type[ExchangeRecorder] | None = None) -> 
     """Collect the communication between replicas; see `Ir.communication`.
 
     Args:
-        ir: the program.
         recorder: recording group for ops to exchange with, where a platform implements exchanges by other collectives.
     """
     found: list[Collective] = []

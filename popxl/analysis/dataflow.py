@@ -95,9 +95,7 @@ class EffectsPass:
     """One pass through the ops of a graph, callees first.
 
     Args:
-        graph: the graph.
         held: inputs and variables of the graph.
-        runs: effects of the graphs that it calls.
     """
 
     def __init__(self, graph: Graph, held: Sequence[Tensor], runs: dict[Graph, GraphEffects]) -> None:

@@ -19,8 +19,6 @@ def write_checkpoint(ir: Ir, check: str, save_dir: Path | str | None = None, exp
     """Write one file per graph of the Ir if the checkpoint is active.
 
     Args:
-        ir: program to write.
-        check: name of the checkpoint.
         save_dir: folder for this and later dumps of the Ir.
         explicit: whether the user asked for this checkpoint. If no option says which are active, all become active.
     """

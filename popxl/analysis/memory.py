@@ -261,7 +261,6 @@ def moments_of(main: Graph, size: Callable[[Tensor], int] = size) -> tuple[tuple
     """Steps of a graph, with values live between them: see `steps_of`.
 
     Args:
-        main: the graph.
         size: function that returns the bytes of a tensor that count.
     """
     found = steps_of(main, size)
@@ -272,7 +271,6 @@ def steps_of(main: Graph, size: Callable[[Tensor], int] = size, each_call: bool 
     """Steps of a graph: its ops; single calls and loops are replaced by the steps of their graph.
 
     Args:
-        main: the graph.
         size: function that returns the bytes of a tensor that count.
         each_call: whether to expand every call of a graph into the steps of that graph, or only single calls.
     """

@@ -56,7 +56,6 @@ def op_effect(op: Op, types: tuple[ReplicaType, ...], joined: ReplicaType) -> Ef
 
     Args:
         op: an op that computes on each replica.
-        types: type of each operand.
         joined: join of the types: that of the results along axes without shards and without terms of a sum.
     """
     key = (op.operands, *op.attributes.items(), *map(_SPEC, op.inputs), types)

@@ -35,10 +35,6 @@ _NONLINEAR = frozenset(
 def propagate(jaxpr: Any, given: Sequence[AxisType]) -> Propagated:
     """How replicas hold the results of a function, by how they hold its operands, along one axis.
 
-    Args:
-        jaxpr: the function.
-        given: type of each operand.
-
     Returns:
         The type of each result; and the operation, if any, that is applied to terms of a sum and does not commute with
         it.

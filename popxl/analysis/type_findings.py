@@ -41,7 +41,6 @@ class TypeFindings:
 
     Args:
         report: report whose updates by reduced values are recorded.
-        mesh: the axes.
     """
 
     def __init__(self, report: Report, mesh: Mesh) -> None:

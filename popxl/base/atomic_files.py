@@ -79,7 +79,6 @@ def temporary_sibling(
     """Context with a locked draft beside a path. A remaining draft is deleted at the end.
 
     Args:
-        path: final path.
         make: function that creates a file, or a directory.
         like: pattern of the names whose abandoned drafts are deleted before; by default, the name in `path`.
 
@@ -399,7 +398,6 @@ def check_checksums(directory: Path, files: Callable[[str], bool]) -> None:
     compared.
 
     Args:
-        directory: directory of the files.
         files: filter of the names in `checksums.json`. A file may be missing, or unlisted.
 
     Raises:

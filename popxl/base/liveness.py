@@ -12,7 +12,6 @@ def last_uses(steps: Iterable[Iterable[K]], kept: Iterable[K] = ()) -> dict[K, i
     """The number of the last step that uses each value; one past the last step for values that are kept.
 
     Args:
-        steps: the values that each step uses.
         kept: values that are used after all steps.
 
     Example:

@@ -43,7 +43,6 @@ def step_picture(
     """Memory in layers over the schedule, beside a mesh and its collectives.
 
     Args:
-        title: title above the picture.
         layers: uses of memory, the lowest first.
         phases: parts of the schedule, with their beginning and end, from 0 to 1.
         axes: names and sizes of the axes of the mesh, the outermost first.

@@ -45,7 +45,6 @@ def bases_first(
     """Yield all bases of a view, each after its own bases, then the view itself.
 
     Args:
-        t: the view.
         known: tensors to leave out. The caller adds each tensor that it gets.
         bases_of: function that returns the bases of a view; none for other tensors.
     """

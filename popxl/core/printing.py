@@ -28,7 +28,6 @@ def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
     """Text of a graph's ops in execution order, one line each, with numbered tensors.
 
     Args:
-        graph: graph to list.
         names: names for some of the graph's inputs, shown as `name=%2`.
 
     Example:

@@ -291,11 +291,7 @@ class Colocated(Trait):
 
 @dataclass(frozen=True)
 class OnIpus(Trait):
-    """Each result has an IPU; operands may be anywhere.
-
-    Attributes:
-        attribute: name of the attribute with these IPUs.
-    """
+    """Each result has an IPU; operands may be anywhere."""
 
     attribute: str
 

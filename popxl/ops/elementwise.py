@@ -80,8 +80,6 @@ def _gradient_again(name: str, function: Callable[[Any], Any], costs: Callable[[
     """Gradient with recomputation of an elementwise function; saves `t` alone.
 
     Args:
-        name: name of the op.
-        function: the function.
         costs: predicate of `t`: whether a compiler would otherwise keep an intermediate value of the function, at the
             cost of memory.
     """

@@ -33,7 +33,6 @@ def put_block(t: Any, indices: Any, values: Any, axis: int, how: str = "set") ->
     Indices out of range put nothing anywhere.
 
     Args:
-        t: the array.
         indices: array of the shape of the block; or with size 1 on all axes but `axis`, to move whole slices.
         values: the block; but on `axis`, no larger than `t`.
         axis: the axis that the indices are for, counted from the front.

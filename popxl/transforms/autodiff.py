@@ -159,7 +159,6 @@ class _Differentiation:
     """One graph being differentiated.
 
     Args:
-        graph: the forward graph.
         provided, required: tensors of the graph whose gradients are given, and whose gradients are wanted.
         infos: known gradient graphs; this one is added.
         needed: for each called graph, the outputs whose gradients some call will provide.

@@ -197,7 +197,6 @@ class Recorder:
     """Adds the equations of traces to graphs.
 
     Args:
-        ir: the Ir of the graphs.
         policy: values to save or offload where a graph is recomputed. Functions that JAX has jitted are then inlined.
         own: a graph that has its results already, wherever its own function is called on its inputs.
     """
@@ -293,9 +292,7 @@ class Recorder:
         """A new graph of a function.
 
         Args:
-            body: the function.
             policy: values of the graph to save or offload, if it is recomputed for its gradient.
-            recomputed: whether the graph is recomputed.
             waits: compute nothing before the last input is there.
         """
         graph = self.ir.create_empty_graph(body.jaxpr.debug_info.func_name)

@@ -36,7 +36,6 @@ class JaxDerivative:
     Args:
         recorder: adds equations to graphs.
         function: the function of the inputs of the graph.
-        graph: the graph, complete.
     """
 
     def __init__(self, recorder: Recorder, function: Function, graph: Graph) -> None:
@@ -59,7 +58,6 @@ class JaxDerivative:
         """Add the gradients of inputs to the current graph.
 
         Args:
-            graph: the graph of the function.
             wanted: positions of the inputs.
             gs: gradients of results, by position.
             read: function from a tensor of `graph` to its value in the current graph.
@@ -136,7 +134,6 @@ class UnsavedDerivative:
     """The derivative of a graph that was saved: rules are code, and files hold none.
 
     Args:
-        name: name of the function.
         results: number of outputs of the graph.
     """
 

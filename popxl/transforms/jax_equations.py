@@ -213,7 +213,6 @@ def iteration_count(equation: JaxprEqn, known: Callable[[Any], np.ndarray | None
     """Number of iterations of a `while`, if it depends only on counters with known initial values.
 
     Args:
-        equation: equation of a `while`.
         known: function that returns the value of an operand, if it is a known integer or bool.
     """
     parameters = equation.params

@@ -50,7 +50,6 @@ def as_op(equation: JaxprEqn, why: str) -> tuple[OpKind, Sequence[Any], dict[str
     """The op that an equation becomes: its kind, its operands, its attributes.
 
     Args:
-        equation: the equation.
         why: for an equation that holds code, the reason why it is one op.
     """
     primitive, parameters = equation.primitive, equation.params

@@ -98,8 +98,6 @@ class MeansOverGroups(Means):
     over all replicas.
 
     Args:
-        own: means over the part of one group.
-        everyone: all replicas.
         axis: the axis, counted from the end: -1 divides rows, and -2 columns.
     """
 

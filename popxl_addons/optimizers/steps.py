@@ -208,7 +208,6 @@ class Step:
     """One optimizer step: formula inputs for each variable.
 
     Args:
-        optimizer: name of the optimiser.
         variables, gradients, lr, clip_norm, loss_scaling: as for `adamw`.
     """
 

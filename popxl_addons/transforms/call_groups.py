@@ -18,7 +18,6 @@ def calls_in(graph: popxl.Graph, times: int = 1) -> Iterator[tuple[Op, int]]:
     """Direct calls of a graph in order, including loops and branches, with their repeat counts.
 
     Args:
-        graph: the graph that calls.
         times: number of executions of the graph.
     """
     for op in graph.ops:
@@ -34,8 +33,6 @@ def divide_calls(model: popxl.Graph, graph: popxl.Graph, counts: Sequence[int]) 
 
     Args:
         model: graph that makes the calls, directly and in its loops.
-        graph: the graph that is called.
-        counts: number of calls of each group.
 
     Returns:
         The graph of each group.

@@ -150,11 +150,7 @@ def _shards_of(variable: popxl.Tensor | None) -> _Shards | None:
 
 @dataclass
 class _Copies:
-    """Copies of graphs that take shards, one for each combination of inputs.
-
-    Attributes:
-        given: graphs whose gradients are given.
-    """
+    """Copies of graphs that take shards, one for each combination of inputs."""
 
     given: Container[popxl.Graph]
     made: dict[tuple[popxl.Graph, frozenset[tuple[int, _Shards]]], popxl.Graph] = field(default_factory=dict)

@@ -48,7 +48,6 @@ def copy_graph(
     It calls the graphs that `graph` calls, unless `callees` has others.
 
     Args:
-        graph: the graph to copy.
         transfers: transfers to add; by default none.
         into: a graph without ops that becomes the copy; by default a new one.
         given: inputs of `into`, by the inputs of `graph` that they stand for. The others are added.

@@ -44,7 +44,6 @@ class PlannedGradients:
     Where the plan divides the calls of a graph into groups, each group but the first calls a copy of it from now on.
 
     Args:
-        model: the graph that is differentiated.
         memory: a plan, which names each planned graph; or a policy for all of them.
     """
 

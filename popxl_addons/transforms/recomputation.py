@@ -222,7 +222,6 @@ def _compute(again: OpsAgain, of: _Bound, first: popxl.Tensor, available: set[po
     """Copy ops into the current graph.
 
     Args:
-        again: the ops.
         of: tensors of the current graph for those of the forward graph; the results are added.
         first: the gradient that the copies wait for.
         available: inputs of their graph that do not wait for it.

@@ -121,7 +121,6 @@ def arguments_of(
     """Bytes of the executables' arguments by name, and of those that results overwrite.
 
     Args:
-        modules: the executables.
         names: replacements for some of the names.
     """
     arguments, overwritten = Counter[str](), Counter[str]()

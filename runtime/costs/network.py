@@ -102,7 +102,6 @@ def collective_time(chip: Chip, kind: str, nbytes: float, spans: Sequence[LinkSp
     """Time of a collective of one group.
 
     Args:
-        chip: the figures of the chips.
         kind: kind of collective in XLA's terms: "all-reduce".
         nbytes: bytes on one chip: of operands or results, whichever is more.
         spans: links of the group; see `spans_of`.

@@ -149,8 +149,6 @@ def cost_of_executable(
     """Compute the cost of one executable that is not an Ir's.
 
     Args:
-        name: name of the executable.
-        module: HLO of the executable.
         sizes: XLA's memory analysis of it.
         figures: figures of the chip, if they are known.
         devices: devices in the order of XLA's numbers.

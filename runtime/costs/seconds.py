@@ -92,7 +92,6 @@ def graphs_of(
     Args:
         account: work of a run.
         host: bytes between a chip and its host, by graphs.
-        figures: figures of the chip.
         all_replicas: number of chips in a collective of all.
         price: time of a collective; by default that of one switch for all chips.
         step: timeline of a run, with the bounds of each graph.
@@ -144,7 +143,6 @@ def precisions_of(account: Account, figures: Chip, seconds: Callable[[str], floa
 
     Args:
         account: work of a run.
-        figures: figures of the chip.
         seconds: function that returns the time of a run at a precision.
     """
     levels = {key.precision for work in account.graphs.values() for key in work.products if key.dtype == "f32"}

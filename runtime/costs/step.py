@@ -147,7 +147,6 @@ def timeline_of(
 
     Args:
         module: HLO of the executable.
-        chip: the figures of the chip.
         price: function that returns the time of a collective.
         cap: function that replaces a kernel's work, for example by products with fewer passes.
     """

@@ -48,7 +48,6 @@ def timing_of(
     """Simulate one run of a plan, and return its timing.
 
     Args:
-        plan: the plan.
         seconds: function that returns the time of a segment.
         copying: function that returns the time of a copy of the given bytes. Copies from one IPU to another are
             sequential.

@@ -154,7 +154,6 @@ def account_of(module: Module, key: Callable[[Instruction], str] = _graph_of) ->
     """Account of one run of a compiled program.
 
     Args:
-        module: the program.
         key: function that returns the key of an instruction's account entry, in place of its graph.
     """
     account = Account()

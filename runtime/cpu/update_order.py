@@ -73,7 +73,6 @@ def computed_after(value: Array, earlier: Array) -> Array:
     a gradient avoids the copy.
 
     Args:
-        value: the new value of an array.
         earlier: the last result computed from the array.
     """
     if not isinstance(value, jax.core.Tracer) or not earlier.size or not supports_fake_dependency(value):

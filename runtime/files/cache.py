@@ -49,8 +49,6 @@ def compiling(ir: Ir, device: Device, calls: str, prints: bool = False, is_seria
     may come from a cache, this one or that of JAX, rather than from XLA.
 
     Args:
-        ir: the program.
-        device: device to compile for.
         calls: form of called graphs: each form has its own entry.
         prints: whether it calls back into Python, which prevents caching.
         is_serializable: whether other processes could run the executables. If not, the cache is neither read nor

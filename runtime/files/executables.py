@@ -78,7 +78,6 @@ def donating(function: Callable[..., Any], *positions: int) -> Any:
     Args:
         function: function of trees of arrays. Its results start with the new values of those at `positions`, in their
             order.
-        positions: positions of donated arguments.
 
     JAX assigns to a result the first donated array of its shape and dtype, in any memory. An array in host memory,
     returned in place of one in device memory, ends the process. So the results are in the order of the arguments, and
@@ -95,7 +94,6 @@ def described(compiled: Any, devices: Sequence[jax.Device]) -> tuple[Executable,
 
     Args:
         compiled: result of `jax.jit(function).lower(...).compile()`.
-        devices: devices of the program.
 
     Raises:
         PopxlError: if it calls back into Python, or takes part in something else that is not in it.

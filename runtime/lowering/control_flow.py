@@ -81,8 +81,6 @@ def call_inputs(
     """Inputs of a called graph: packed slots, or copies if the graph modifies a slot that has other users.
 
     Args:
-        op: the op.
-        environment: environment of the op.
         own: number of graph inputs that precede them.
         by_value: positions of inputs that are never rows.
     """

@@ -51,7 +51,6 @@ class Environment:
     Args:
         values: initial values of storages.
         order: the order of in-place updates.
-        same: aliases of tensors.
         rows: the number of iterations of rerolled loops around the graph: a value may be a slot of as many rows.
     """
 
@@ -104,7 +103,6 @@ class Environment:
         """Collect the results of a graph after its last op.
 
         Args:
-            graph: the graph.
             values: initial values of storages.
             sharing: inputs of the graph that share storage.
         """

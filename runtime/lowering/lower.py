@@ -109,7 +109,6 @@ class Lowering:
         Args:
             ops: ops, or loops of them.
             values: initial values of storages.
-            context: surroundings of the ops.
             same: aliases of tensors; by default, those of the schedule.
         """
         environment = self.environment(values, context, same)
@@ -214,10 +213,8 @@ class Lowering:
         """Lower a call of a graph: inline its ops, or emit a noinline call.
 
         Args:
-            graph: the graph.
             inputs: values of the graph's inputs; or rows, which are overwritten where the graph overwrites these
                 inputs.
-            context: surroundings of the call.
             in_rows: whether results may be rows too.
             sharing: inputs that share storage. Calls with such inputs are inlined.
         """

@@ -312,7 +312,6 @@ def fill_buffer(
     """Build a buffer's array with variables in their slots.
 
     Args:
-        buffer: the buffer.
         rows: variables in slots of the buffer, each with a function that returns a replica's elements.
         replicas: replicas that run the program.
         where: sharding of the array.

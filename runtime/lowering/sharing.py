@@ -45,8 +45,6 @@ def bind_inputs(
     """Bind a called graph's inputs. Returns initial storage values, and aliased tensors, if any.
 
     Args:
-        graph: the graph.
-        inputs: values, or rows, of all its inputs.
         sharing: inputs that share storage.
     """
     values = dict(zip(graph.inputs, inputs, strict=True))

@@ -112,7 +112,6 @@ def main_function(main: Graph, asker: str, replicas: Replicas | None = None, che
     """Convert a main graph to a function of variables and streams, by name.
 
     Args:
-        main: the main graph.
         asker: name of the caller, at the beginning of errors.
         replicas: replicas, and platform to lower for; by default, JAX's default platform.
         checks: whether requirements of ops on their operands become `checkify` checks.

@@ -71,9 +71,6 @@ def decide(
     """Decide how to compile a program for a compile target.
 
     Args:
-        main: graph to run.
-        options: options of its Ir.
-        compile_target: compile target.
         held: storages of its variables.
         changed: storages among these that it changes.
         calls: form of called graphs, if a file specifies it.

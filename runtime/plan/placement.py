@@ -40,7 +40,6 @@ class IpuPlacement:
 
     Args:
         main: the graph that the program runs.
-        replicas: number of replicas.
 
     Attributes:
         ipus: IPUs of ops, in ascending order.

@@ -82,7 +82,6 @@ class Plan:
             outputs.
         inputs, outputs: the streams that are fed and fetched.
         channels: streams and failure flag of each IPU.
-        options_at: compile options of each IPU.
         ends: two compiled JAX functions for each IPU with streams: the first computes the initial state of its
             channels from the feeds, where `None` in place of the transfers of a feed means the feed itself; the second
             computes the fetches from the final state. The first one is `None` if the IPU belongs to another process.

@@ -47,7 +47,6 @@ class Run:
     Args:
         options_at: compile options of segments, by IPU.
         where: the IPU of each stream and buffer.
-        channels: channels by IPU.
         recorder: calls executables, and copies, in place of the steps.
         stages: stages of the program, if some belong to other processes.
     """

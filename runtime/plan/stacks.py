@@ -39,7 +39,6 @@ def stacks_of(loop: Op, home: Callable[[Tensor], int]) -> tuple[Stack, ...]:
     """Stacked outputs of a loop.
 
     Args:
-        loop: the loop.
         home: function that returns the IPU of a tensor.
     """
     (run,) = loop.runs

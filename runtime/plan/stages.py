@@ -37,9 +37,6 @@ def call_now(executable: Any, name: Callable[[], str], *arguments: Any, lock: Co
 class Stages:
     """Assignment of IPUs to processes, for replicas that span several processes.
 
-    Args:
-        options_at: compile options of each place.
-
     Attributes:
         own: the first place of this process.
     """

@@ -103,8 +103,6 @@ def compile_program(ir: Ir, device: Device, known: Precompiled | None = None) ->
     """Compile an Ir for a device.
 
     Args:
-        ir: the program.
-        device: device to run on.
         known: results of an earlier compilation, if any.
     """
     layout = layout_for(ir, device, None if known is None else known.calls)
@@ -126,8 +124,6 @@ def _compiled(
     """Compile a layout for its target.
 
     Args:
-        device: the device.
-        layout: the program.
         cache: context manager to enter; returns whether executables may come from a file or a cache instead of XLA.
         executables: result of an earlier `CompiledProgram.executables`; nothing is compiled then.
     """

@@ -310,11 +310,6 @@ def run_replicas(
 ) -> list[Any]:
     """Execute the work of all replicas: each replica independently until its next collective op, then the collective.
 
-    Args:
-        works: run of the program, for each replica.
-        lowerings: lowering of each replica.
-        devices: device of each replica.
-
     Returns:
         Results of the runs, in order.
 

@@ -20,8 +20,6 @@ def layout_for(ir: Ir, device: Device, calls: str | None = None) -> Layout:
     """Lay out a program for a device.
 
     Args:
-        ir: the program.
-        device: device of the program.
         calls: form of called graphs, if it is already decided.
 
     Raises:

@@ -42,8 +42,6 @@ class Layout:
     of its input streams. Arrays have a leading dimension for the replicas, if there are several.
 
     Args:
-        ir: the program.
-        compile_target: compile target.
         resident: storages of its variables on the device, and the variables; see the attribute.
         changed: storages among these of variables that it changes.
         decision: form of called graphs, and the IPUs of ops.

@@ -43,7 +43,6 @@ class Runner:
     """Runner of a compiled program on its variables, reusable for any number of runs.
 
     Args:
-        program: the compiled program.
         store: the variables that it reads and changes.
 
     Attributes:

@@ -98,7 +98,6 @@ def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostV
     """Fetch values of all changed variables, without writing host copies.
 
     Args:
-        layout: the program.
         changing: arrays that it changes, including those of its remote buffers; `None` for those of other sessions.
     """
     fetched: list[HostValue] = []
@@ -207,9 +206,7 @@ def saved_parts(
     together cover each value exactly once. Returns copies.
 
     Args:
-        layout: the program.
         changing: arrays that it changes, including those of its remote buffers.
-        variables: the variables.
         is_ahead: whether the devices have newer values than the host.
     """
     assert layout.divided is not None

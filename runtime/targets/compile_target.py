@@ -175,7 +175,6 @@ class CompileTarget:
         """Lower a jitted function for these devices.
 
         Args:
-            jitted: the function.
             arguments: types of the arguments, as `jax.ShapeDtypeStruct`.
 
         Raises:

@@ -100,10 +100,7 @@ def gpu_devices(name: str, figures: str, hosts: int, per_host: int) -> tuple[jax
     """GPUs of one kind, ordered by host.
 
     Args:
-        name: name of the kind.
         figures: figures of one GPU for XLA; see `runtime.targets.chip.Gpu.for_xla`.
-        hosts: number of hosts.
-        per_host: number of GPUs per host.
     """
     plugin = next((name for name in _GPU_PLUGINS if name in _plugins()), None)
     if plugin is None:

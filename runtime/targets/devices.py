@@ -210,7 +210,6 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
     """Best accelerator visible to JAX, else the CPU: `best` devices if available, else `count`, else one.
 
     Args:
-        count: number of devices.
         ipus: number of IPUs that they represent, by default the same.
         best: number of devices that would be better than `count`.
         kind: kind of hardware; see `PLATFORMS`.
@@ -271,7 +270,6 @@ def find_device(description: str | Device | Target, ir: Ir) -> Device:
             the CPU; `"gpu"`, `"cuda"`, `"rocm"` or `"tpu"`, that accelerator; a target, such as `"tpu v5e:4x4"`; or a
             device, which is returned unchanged. The environment variable `POPXL_OFFLINE_DEVICE` has priority over a
             string.
-        ir: the program.
 
     Raises:
         TypeError: for anything but text, a target or a device.

@@ -25,7 +25,6 @@ def dimensions_of(ir: Ir, are_weighed: bool = False) -> tuple[Dimension, ...]:
     """Mesh dimensions of a program's replicas, outermost first.
 
     Args:
-        ir: the program.
         are_weighed: whether to determine the bytes that are sent along each dimension. They are 0 otherwise.
 
     Raises:

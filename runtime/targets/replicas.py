@@ -187,7 +187,6 @@ class Replicas:
         """Build an array of all replicas on a mesh, calling `part` for each local replica.
 
         Args:
-            shape: shape of the array.
             part: function that returns a replica's elements, in any shape.
             where: memory kind, if it is not that of the devices.
         """
@@ -233,7 +232,6 @@ class DividedReplicas(Replicas):
     """Replicas driven by several processes, one device per replica.
 
     Args:
-        count: number of replicas.
         devices: the devices of all processes, in the order of the replicas.
         dimensions: as for `Replicas`.
 

@@ -24,7 +24,6 @@ def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups
         name: name of the op, for errors.
         t, weight: arrays of shape (N, C, d, ...) and (M, C / groups, k, ...).
         windows: along each spatial axis of `t`.
-        groups: number of groups of channels.
     """
     check(name, t, weight, [w.count for w in windows])
     return by_xla(*widened_pair(t, weight), windows, groups)
@@ -47,7 +46,6 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
         t: array of shape (N, C, d, ...).
         weight: array of shape (C, channels of the result / groups, k, ...).
         windows: along each spatial axis of the result, one for each element of `t`.
-        groups: number of groups of channels.
     """
     check(name, t, weight, [w.size for w in windows])
     channels, depth, *kernel = weight.shape

@@ -30,7 +30,6 @@ def spatial(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
         function: function of the number of the first spatial axis, and arrays. It returns an array or several, with the
             other axes unchanged.
         axes: number of trailing spatial axes. Axes of the batch and the channels, if any, come first.
-        *arrays: the images.
     """
     return function(arrays[0].ndim - axes, *arrays)
 

@@ -16,7 +16,6 @@ def first_largest(function: Callable[[Any], Any], windows: Sequence[Windows], t:
     Args:
         function: function of images; returns both.
         windows: windows along each of these axes.
-        t: the images.
     """
     return function(t)
 
@@ -28,6 +27,5 @@ def first_largest_gradient(function: Callable[[Any, Any], Any], windows: Sequenc
     Args:
         function: function of `g` and the images; returns the gradient.
         windows: along each of the last axes.
-        t: the images.
     """
     return function(g, t)

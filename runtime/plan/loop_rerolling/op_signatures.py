@@ -15,10 +15,6 @@ class OpSignatures:
     """Numbered signatures of a program's ops.
 
     An operand is seen through its views: they are part of the signature, their bases are not.
-
-    Args:
-        structures: structures of the graphs.
-        same: aliases of tensors.
     """
 
     def __init__(self, structures: Structures, same: Mapping[Tensor, Tensor]) -> None:

@@ -36,7 +36,6 @@ def spans(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int)
     """The longest periodic spans between `first` and `end`, largest saving first.
 
     Args:
-        signatures: sequence to search.
         sizes: weight of each element. An iteration has exactly one element with a weight above 0.
 
     Example:

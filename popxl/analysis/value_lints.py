@@ -37,6 +37,8 @@ def seed_lints(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int
         if drops is None or not op.attributes[drops.ratio] or op.graph.gradient_of is not None:
             continue
         t, seed = op.inputs[0], op.inputs[op.operand_names().index(drops.seed)]
+        if _is_of_rows_alike(op, t):
+            continue
         held = [*enumerate(zip(report.types.get(t, ()), report.types.get(seed, ()), strict=False))]
         begun = _seed_variable(seed)
         alike = {i for i in range(len(mesh.sizes)) if begun is not None and not begins_different(mesh, begun, i)}
@@ -54,6 +56,12 @@ def seed_lints(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int
                 f"`{t.path}` is the same on all replicas along {mesh.text(apart)}, and each drops other elements, as "
                 f"it has its own `{seed.path}`. Let them share the seed.",
             )  # fmt: skip
+
+
+def _is_of_rows_alike(op: Op, t: Tensor) -> bool:
+    """Whether an op drops the same elements of all rows, so that those of other replicas may be meant, too."""
+    mask = op.attributes.get("shape")
+    return mask is not None and t.rank > 0 and t.shape[0] > 1 and (len(mask) < t.rank or mask[0] == 1)
 
 
 def noise_lints(mesh: Mesh, report: Report, of_data: Set[int]) -> Iterator[Finding]:

@@ -123,6 +123,15 @@ def begun(different: bool, reduced: bool) -> None:
     ops.scaled_add_(w, g, b=-0.1)  # found begun
 
 
+def dropped_in_parts(rows: int) -> None:
+    """Each replica drops parts of its rows: of each other ones, or of all the same."""
+    w, x = weight(8, 3), fed(5, 8)
+    seed = popxl.variable(popxl.create_seeds(3), popxl.uint32, "seed")
+    h = ops.shaped_dropout(x, seed, (rows, 8), 0.5)  # found in the parts
+    seed += 1
+    update(w, c.replicated_all_reduce(h.T @ (h @ w), "mean"))
+
+
 def exchanged(along_data: bool) -> None:
     """A layer whose rows are computed by other replicas; one exchange is changed after differentiation."""
     x, w = fed(8, 3), weight(8, 3)
@@ -174,6 +183,7 @@ def statistics() -> None:
         (partial(in_shards, False), "shards of different values", "matmul_out__t0", ("data", "tensor"), "found"),
         (partial(dropped, True, True), "same seed", "seed", ("data", "tensor"), "found in JAX"),
         (partial(dropped, False, True), "same seed", "seed", ("data", "tensor"), "found in the sum"),
+        (partial(dropped_in_parts, 5), "same seed", "seed", ("data", "tensor"), "found in the parts"),
         (partial(divided_before, 8), "factor of replicas", "b", ("data", "tensor"), "found"),
         (partial(penalized, "add", 1.0), "sum of means", "add_out_all_reduce", ("data", "tensor"), "with a penalty"),
         (partial(exchanged, True), "gradient along other axes", "sin_out_reshaped_all_to_all", ("data",), "exchange"),
@@ -210,6 +220,7 @@ def test_outliers(
         partial(in_shards, True),
         partial(dropped, True, False),
         partial(dropped, False, False),
+        partial(dropped_in_parts, 1),
         partial(divided_before, 3),
         partial(penalized, "add", 1 / 8),
         partial(penalized, "mean", 8.0),

@@ -23,6 +23,8 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "")
 
+import numpy as np
+
 import popxl
 from popxl.analysis.checking import check
 from popxl.analysis.replication import Finding
@@ -75,6 +77,9 @@ def tried(family: str, seed: int) -> Trial:
         report = compare(build, axes=program.axes, steps=STEPS, tolerance=TOLERANCE)
     except (PopxlError, ValueError, TypeError, NotImplementedError) as problem:
         return Trial(family, seed, None, differs=f"{type(problem).__name__}: {str(problem)[:200]}")
+    numbers = [number for each in report.differences for number in (each.found, each.expected)]
+    if not np.isfinite(numbers).all():
+        return Trial(family, seed, None, differs="OverflowError: its numbers do not stay finite")
     certain, uncertain = (tuple(sorted(e.category for e in findings if e.certain is c)) for c in (True, False))
     wrong = [str(each) for each in report.differences] + [f"{name} drifts apart" for name in _drifting(report)]
     is_noted = bool(notes) and not findings

@@ -24,31 +24,36 @@ F32 = popxl.float32
 INNER = 8
 
 Tensors = Sequence[popxl.Tensor]
+Back = Callable[[popxl.Tensor], popxl.Tensor]
 
 
-def by_hand(seed: int, mistakes: float = 0.0) -> Program:
+def by_hand(seed: int, mistakes: float = 0.0, step: type[Step] | None = None) -> Program:
     """A random step of training by hand.
 
     Args:
         seed: what it is made of.
         mistakes: chance of a mistake wherever one can be made.
+        step: how it is made.
     """
     axes = Random(seed).choices(MESHES, WEIGHTS)[0]
 
     def build(sizes: Mapping[str, int], factor: float = 1.0) -> popxl.Ir:
-        return _Step(seed, axes, sizes, mistakes, factor).ir
+        return (step or Step)(seed, axes, sizes, mistakes, factor).ir
 
     return Program(seed, axes, build)
 
 
 @dataclass
-class _Weight:
+class Weight:
     """A variable, how to read it, and the gradient that it gets.
 
     Attributes:
         variable: what is updated: the variable, or a piece of it.
         tensor: its value on this replica.
-        group: replicas that share it, and have other data.
+        is_divided: whether replicas along `tensor` have parts of it.
+        is_piece: whether replicas have pieces of it.
+        axis: the dimension that parts are along.
+        grouping: replicas that share it, as variables for its optimiser do.
         gradients: of all its uses, before the reduction.
     """
 
@@ -56,10 +61,16 @@ class _Weight:
     tensor: popxl.Tensor
     is_divided: bool
     is_piece: bool
+    axis: int | None = None
+    grouping: popxl.ReplicaGrouping | None = None
     gradients: list[popxl.Tensor] = field(default_factory=list)
 
+    @property
+    def gradient(self) -> popxl.Tensor:
+        return ops.add_n(*self.gradients) if len(self.gradients) > 1 else self.gradients[0]
 
-class _Step:
+
+class Step:
     """A step of training for some sizes of the axes. The same numbers are drawn for any."""
 
     def __init__(
@@ -72,7 +83,7 @@ class _Step:
         self.batches = self.draw.choice((1, 1, 2))
         self.ir.num_host_transfers = self.batches
         self.is_mean = self.draw.random() < 0.7
-        self.weights: list[_Weight] = []
+        self.weights: list[Weight] = []
         with self.ir.main_graph, popxl.in_sequence():
             self._build()
 
@@ -107,7 +118,7 @@ class _Step:
         self.names += 1
         return f"{what}{self.names}"
 
-    def weight(self, *shape: int, divided: int | None = None, value: float | None = None) -> _Weight:
+    def weight(self, *shape: int, divided: int | None = None, value: float | None = None) -> Weight:
         """A weight, of which each replica along `tensor` may have a part along a dimension."""
         data = (self.values.normal(0, 0.4, shape) if value is None else np.full(shape, value)).astype(np.float32)
         name, parts = self.name("w"), self.sizes.get("tensor", 1)
@@ -115,25 +126,48 @@ class _Step:
         if divided is not None:
             rows = np.stack(np.split(data, parts, divided)) if parts > 1 else data
             group = tuple(axis for axis in self.axes if axis != "tensor") or self.ir.replica_grouping(group_size=1)
-            v = popxl.variable(rows, F32, name, replica_grouping=group)
-            v.group_axis = divided
-            made = _Weight(v, v, True, False)
+            v, grouping = self.variable(rows, name, divided, group)
+            made = Weight(v, v, True, False, divided, grouping)
         elif is_piece and self.ir.replication_factor > 1:
-            _, piece = popxl.replica_sharded_variable(data, F32, name)
-            made = _Weight(piece, C.replicated_all_gather(piece).reshape(shape), False, True)
+            piece = self.piece(data, name)
+            made = Weight(piece, C.replicated_all_gather(piece).reshape(shape), False, True)
         else:
-            v = popxl.variable(data, F32, name)
-            made = _Weight(v, v, False, is_piece)
+            v, grouping = self.variable(data, name)
+            made = Weight(v, v, False, is_piece, None, grouping)
         self.weights.append(made)
         return made
 
+    def variable(
+        self, data: np.ndarray, name: str, axis: int | None = None, group: Any = None
+    ) -> tuple[popxl.Tensor, popxl.ReplicaGrouping]:
+        """A variable as the graph that is built has it, and the replicas that share it."""
+        v = popxl.variable(data, F32, name, replica_grouping=group)
+        v.group_axis = axis
+        return v, v.replica_grouping
+
+    def piece(self, data: np.ndarray, name: str) -> popxl.Tensor:
+        """Each replica's piece of a variable."""
+        return popxl.replica_sharded_variable(data, F32, name)[1]
+
+    def slot(self, data: np.ndarray, name: str, group: Any) -> popxl.RemoteBuffer:
+        """A remote buffer with a variable."""
+        shape = data.shape[1:] if group.num_groups > 1 else data.shape
+        buffer = popxl.remote_buffer(shape, F32, 1)
+        popxl.remote_variable(data, buffer, 0, F32, name, replica_grouping=group)
+        return buffer
+
     # Layers -----------------------------------------------------------------------------------------------------------
 
-    def graph(self, function: Callable[..., popxl.Tensor], x: popxl.Tensor, *weights: _Weight) -> tuple[Any, Any]:
-        """The result of a function as a graph, and the function that takes the gradient back: to that of `x`."""
-        inputs = (x, *(w.tensor for w in weights))
+    def graph(
+        self, function: Callable[..., popxl.Tensor], x: popxl.Tensor, *weights: Weight, given: Tensors = ()
+    ) -> tuple[popxl.Tensor, Back]:
+        """The result of a function as a graph, and the function that takes the gradient back: to that of `x`.
+
+        What is `given`, such as a seed, has no gradient.
+        """
+        inputs = (x, *(w.tensor for w in weights), *given)
         graph = self.ir.create_graph(function, *inputs)
-        grad = popxl.transforms.autodiff(graph)
+        grad = self.differentiated(graph, graph.inputs[: 1 + len(weights)])
         site = ops.call_with_info(graph, *inputs)
 
         def back(dy: popxl.Tensor) -> popxl.Tensor:
@@ -144,7 +178,10 @@ class _Step:
 
         return site.outputs[0], back
 
-    def layer(self, x: popxl.Tensor) -> tuple[popxl.Tensor, Callable[[popxl.Tensor], popxl.Tensor]]:
+    def differentiated(self, graph: popxl.Graph, wanted: Tensors) -> popxl.GradGraphInfo:
+        return popxl.transforms.autodiff(graph, grads_required=wanted)
+
+    def layer(self, x: popxl.Tensor) -> tuple[popxl.Tensor, Back]:
         f, g = self.draw.sample(FUNCTIONS, 2)
         kinds = (
             "dense",
@@ -185,12 +222,16 @@ class _Step:
         elif is_bent:
             y, back = self.graph(lambda x, a, b: g(f(x @ a) @ b), x, a, b)
         else:
-            y, back = self.graph(lambda x, a, b: f(x @ a) @ b, x, a, b)
+            y, back = self.between(x, a, b, f)
         y = self.reduced(y, "add", "tensor")
         after: Any = lambda dy: dy  # noqa: E731
         if bias is not None and not is_early:
             y, after = self.graph(lambda y, c: y + c, y, bias)
         return y, lambda dy: self.reduced(back(after(dy)), "add", "tensor")
+
+    def between(self, x: popxl.Tensor, a: Weight, b: Weight, f: Any) -> tuple[popxl.Tensor, Back]:
+        """Both products of a divided layer, and a function between them."""
+        return self.graph(lambda x, a, b: f(x @ a) @ b, x, a, b)
 
     def gathered(self, x: popxl.Tensor, f: Any) -> Any:
         """Columns of a matrix, and all of the product on each replica."""
@@ -213,9 +254,14 @@ class _Step:
         parts, rows = self.sizes.get("tensor", 1), ROWS * self.axes.get("data", 1) // self.sizes.get("data", 1)
         if "tensor" not in self.axes:
             return ops.host_load(self.stream(rows))
-        if self.is_gathered:
+        if self.are_gathered:
             return C.replicated_all_gather(ops.host_load(self.stream(rows * self.axes["tensor"] // parts)), 0, "tensor")
         return C.assert_replicated(ops.host_load(self.stream(rows)), "tensor")
+
+    @property
+    def are_gathered(self) -> bool:
+        """Whether replicas along `tensor` gather the rows that the host feeds to each."""
+        return "tensor" in self.axes and self.is_gathered
 
     def stream(self, rows: int) -> Any:
         if self.source is None:
@@ -225,36 +271,43 @@ class _Step:
     def _build(self) -> None:
         self.source: Any = None
         self.is_gathered = self.draw.random() < 0.3
-        depth = self.draw.randint(1, 3)
-        losses, layers = [], self.draw.getrandbits(32)
-        for batch in range(self.batches):
-            loss = self._forward_and_back(batch, depth, layers)
-            losses.append(loss)
-        gradients = [ops.add_n(*w.gradients) if len(w.gradients) > 1 else w.gradients[0] for w in self.weights]
-        op = "mean" if self.is_mean else "add"
-        scale = self.factor / self.batches * (1.0 if self.is_mean else 0.1)
-        is_accumulated_whole = [
-            self._reduced_gradient(w, g * scale, op) for w, g in zip(self.weights, gradients, strict=True)
-        ]
-        self._update(is_accumulated_whole)
-        total = losses[-1]
-        ops.host_store(popxl.d2h_stream((), F32, "loss", num_host_transfers=1), self.reduced(total, op, "data"))
+        self.depth = self.draw.randint(1, 3)
+        self.layers = self.draw.getrandbits(32)
+        self.kind = "mean" if self.is_mean else "add"
+        self.scale = self.factor / self.batches * (1.0 if self.is_mean else 0.1)
+        self._store(self._trained())
 
-    def _forward_and_back(self, batch: int, depth: int, layers: int) -> popxl.Tensor:
+    def _store(self, loss: popxl.Tensor) -> None:
+        ops.host_store(popxl.d2h_stream((), F32, "loss", num_host_transfers=1), loss)
+
+    def _trained(self) -> popxl.Tensor:
+        """The loss that is stored, after a step."""
+        for batch in range(self.batches):
+            loss = self.forward_and_back(batch)
+        self.update(self.reduced_gradients())
+        return self.reduced(loss, self.kind, "data")
+
+    def reduced_gradients(self) -> Tensors:
+        gradients = [w.gradient for w in self.weights]
+        return [
+            self._reduced_gradient(w, g * self.scale, self.kind) for w, g in zip(self.weights, gradients, strict=True)
+        ]
+
+    def forward_and_back(self, batch: int) -> popxl.Tensor:
         """The loss of a batch. All batches have the same layers and mistakes, and the weights of the first."""
         before = self.draw.getstate()
-        self.draw.seed(layers)
+        self.draw.seed(self.layers)
         if batch:
             known, make = iter([*self.weights]), self.weight
 
-            def again(*shape: int, **settings: Any) -> _Weight:
+            def again(*shape: int, **settings: Any) -> Weight:
                 self.draw.random()
                 return next(known)
 
             self.weight = again  # type: ignore[method-assign]
         x = self.feed()
         backs = []
-        for _ in range(depth):
+        for _ in range(self.depth):
             x, back = self.layer(x)
             backs.append(back)
         mean = ops.mean if self.is_mean else ops.sum
@@ -267,7 +320,7 @@ class _Step:
         self.draw.setstate(before)
         return loss
 
-    def _reduced_gradient(self, weight: _Weight, gradient: popxl.Tensor, op: str) -> popxl.Tensor:
+    def _reduced_gradient(self, weight: Weight, gradient: popxl.Tensor, op: str) -> popxl.Tensor:
         if weight.is_piece:  # all replicas have one
             if self.errs():
                 op = {"add": "mean", "mean": "add"}[op]
@@ -278,7 +331,7 @@ class _Step:
             return C.replicated_reduce_scatter(gradient, op, None, True)
         return self.reduced(gradient, op, "data")
 
-    def _update(self, gradients: Tensors) -> None:
+    def update(self, gradients: Tensors) -> None:
         if self.draw.random() < 0.3:
             gradients = self._clipped(gradients)
         rule = self.draw.choice(("sgd", "momentum", "remote momentum", "adam"))
@@ -287,22 +340,18 @@ class _Step:
             if weight.is_piece or rule == "sgd":
                 ops.scaled_add_(v, gradient, b=-0.2)
                 continue
-            like = {"replica_grouping": v.replica_grouping} if isinstance(v, popxl.tensor.Variable) else {}
-            groups = like["replica_grouping"].num_groups if like else 1
+            groups = 1 if weight.grouping is None else weight.grouping.num_groups
             zeros = np.zeros((*((groups,) * (groups > 1)), *v.shape), np.float32)
             if rule == "remote momentum":
-                buffer = popxl.remote_buffer(v.shape, F32, 1)
-                popxl.remote_variable(zeros, buffer, 0, F32, self.name("m"), **like)
+                buffer = self.slot(zeros, self.name("m"), weight.grouping)
                 m = ops.remote_load(buffer, 0) * 0.9 + gradient
                 ops.remote_store(buffer, 0, m)
                 ops.scaled_add_(v, m, b=-0.2)
                 continue
-            m = popxl.variable(zeros, F32, self.name("m"), **like)
-            m.group_axis = v.group_axis
+            m, _ = self.variable(zeros, self.name("m"), weight.axis, weight.grouping)
             ops.scaled_add_(m, gradient, a=0.9, b=1.0)
             if rule == "adam":
-                s = popxl.variable(zeros, F32, self.name("s"), **like)
-                s.group_axis = v.group_axis
+                s, _ = self.variable(zeros, self.name("s"), weight.axis, weight.grouping)
                 ops.scaled_add_(s, gradient * gradient, a=0.9, b=0.1)
                 ops.scaled_add_(v, m / (ops.sqrt(s) + 0.05), b=-0.05)
             else:

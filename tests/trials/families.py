@@ -9,6 +9,9 @@ from random import Random
 import popxl
 from tests.mutants.mutations import mutations
 from tests.trials.by_hand import by_hand
+from tests.trials.dropping import DroppingStep
+from tests.trials.kit_dropping import kit_dropping
+from tests.trials.looping import LoopingStep
 from tests.trials.of_the_kit import of_the_kit
 from tests.trials.program import Program
 
@@ -30,9 +33,19 @@ def edited(seed: int) -> Program:
     return Program(seed, program.axes, build)
 
 
-FAMILIES: Mapping[str, Callable[[int], Program]] = {
+RIGHT: Mapping[str, Callable[[int], Program]] = {
     "by hand": by_hand,
     "kit": of_the_kit,
+    "dropout": partial(by_hand, step=DroppingStep),
+    "loops": partial(by_hand, step=LoopingStep),
+    "kit, dropout and loops": kit_dropping,
+}
+"""Those that are right by construction."""
+
+FAMILIES: Mapping[str, Callable[[int], Program]] = {
+    **RIGHT,
     "by hand, mistakes": partial(by_hand, mistakes=0.15),
+    "dropout, mistakes": partial(by_hand, mistakes=0.1, step=DroppingStep),
+    "loops, mistakes": partial(by_hand, mistakes=0.1, step=LoopingStep),
     "kit, edited": edited,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random
 from typing import Any
@@ -36,7 +36,14 @@ INPUTS = ("rows", "rows", "rows", "tokens", "tied tokens", "images")
 class Network(addons.Module):
     """Some layers and the loss of what comes out, as a source of random numbers has it."""
 
-    def __init__(self, draw: Random, inputs: str, tensor: str | None) -> None:
+    def __init__(self, draw: Random, inputs: str, tensor: str | None, own: Mapping[str, int]) -> None:
+        """
+        Args:
+            draw: source of random numbers.
+            inputs: what it is fed.
+            tensor: the axis that layers are divided along.
+            own: sizes of the axes along which replicas have other data.
+        """
         super().__init__()
         self.inputs = inputs
         self.kinds = draw.choices(LAYERS, k=draw.randint(0, 3))
@@ -116,8 +123,8 @@ class Network(addons.Module):
         return layer(h)
 
 
-def of_the_kit(seed: int) -> Program:
-    """A random step of training by the kit."""
+def of_the_kit(seed: int, made: type[Network] = Network) -> Program:
+    """A random step of training of a network, by the kit."""
     draw = Random(seed)
     whole = draw.choices(MESHES, WEIGHTS)[0]
     inputs = draw.choice(INPUTS)
@@ -139,7 +146,7 @@ def of_the_kit(seed: int) -> Program:
         )
     )
     of_network = draw.getrandbits(32)
-    is_divided = "tensor" in whole and "block" in Network(Random(of_network), inputs, "tensor").kinds
+    is_divided = "tensor" in whole and "block" in made(Random(of_network), inputs, "tensor", {}).kinds
     split = ("data",) if is_divided else tuple(whole)  # axes that the batch is divided along
 
     def build(axes: dict[str, int], factor: float = 1.0) -> popxl.Ir:
@@ -147,13 +154,17 @@ def of_the_kit(seed: int) -> Program:
         ir = popxl.Ir(axes=axes)
         rows = ROWS * math.prod(whole[axis] // axes[axis] for axis in split if axis in whole)
         shape = {"rows": (rows, 4, WIDTH), "images": (rows, 2, 3, 3)}.get(inputs, (rows, 5))
-        with ir.main_graph:
+        with ir.main_graph, popxl.in_sequence():
             x = popxl.h2d_stream(shape, popxl.int32 if "tokens" in inputs else F32, "x")
-            network = Network(Random(of_network), inputs, "tensor" if "tensor" in axes else None)
+            own = {axis: whole[axis] for axis in split if axis in whole}
+            network = made(Random(of_network), inputs, "tensor" if "tensor" in axes else None, own)
             optimizer = partial(rule, lr=rate * factor)
             given = {name: value for name, value in settings.items() if value is not None}
             training = addons.train_step(network, x, optimizer=optimizer, accumulate=transfers, **given)
             ops.host_store(popxl.d2h_stream((), F32, "loss"), training.loss)
+            for v in training.variables.tensors:
+                if v.dtype is popxl.uint32:  # a seed, which changes with each step
+                    ops.add_(v.on_replica, popxl.constant(1, popxl.uint32))
         return ir
 
     return Program(seed, whole, build)

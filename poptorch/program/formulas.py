@@ -76,26 +76,6 @@ def adam(
     return w - lr * adam_direction(m, v if largest is None else largest, t, beta1, beta2, eps), m, v, largest
 
 
-def adamw(
-    w: Array,
-    g: Array,
-    m: Array,
-    v: Array,
-    t: Array,
-    largest: Array | None = None,
-    lr: Number = 1e-3,
-    beta1: Number = 0.9,
-    beta2: Number = 0.999,
-    eps: Number = 1e-8,
-    weight_decay: Number = 1e-2,
-    *,
-    decoupled_weight_decay: bool = True,
-    amsgrad: bool = False,
-) -> tuple[Array | None, ...]:
-    fixed = {"decoupled_weight_decay": decoupled_weight_decay, "amsgrad": amsgrad}
-    return adam(w, g, m, v, t, largest, lr, beta1, beta2, eps, weight_decay, **fixed)
-
-
 def lamb(
     w: Array,
     g: Array,

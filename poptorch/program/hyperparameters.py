@@ -41,6 +41,7 @@ class Hyperparameters:
     Attributes:
         constants: values at compilation, by group and name; those of variable ones may have changed since.
         groups: number of parameter groups.
+        count: number of variable hyperparameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule, scales_loss: bool, relaxed_checks: bool) -> None:
@@ -48,6 +49,7 @@ class Hyperparameters:
         self.groups = len(optimizer.param_groups)
         self.constants = numbers_of(optimizer, rule)
         self._variable = [key for key in self.constants if self._varies(optimizer, key)]
+        self.count = len(self._variable)
         self._expected_attributes = {
             kind: names | usual_attributes(kind, rule) for kind, names in attributes_of(optimizer).items()
         }

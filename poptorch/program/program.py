@@ -31,12 +31,12 @@ from poptorch.program.batching import Batching
 from poptorch.program.gradient_sums import GradientSums
 from poptorch.program.model_graph import GRADIENT, LARGEST, RANDOM, SLOT, TURN, UPDATED, VALUES, ModelGraph, Tensors
 from poptorch.program.passes import Passes, Phases, Weight
+from poptorch.program.program_io import ProgramIO
 from poptorch.program.returned import Returned, iteration_slot, result_slot
 from poptorch.program.storage import Storage, Stored
 from poptorch.program.updates import Update
 from poptorch.settings.locations import is_off_chip
 from popxl import ops
-from popxl.tensor import Variable
 
 
 class Program:
@@ -47,23 +47,13 @@ class Program:
         host: values of its parameters and buffers by name, as from `poptorch.run.weight_values.read_host_values`.
         batching: distribution of the rows of a call.
         update: the optimiser, for training.
-        count: number of its variable hyperparameters.
         groupings: groupings of parameters that have a row for each group of replicas, by name.
         name: name of the forward graph.
 
     Attributes:
         ir: the program.
         loss: the value of the loss, in training.
-        inputs: stream of each input, by number; unused inputs have none.
-        outputs: stream of each of `returned`.
-        variables: variables of parameters and buffers, by name; tied ones are one. Unused ones have none.
-        written: final values of overwritten buffers, by name. With several replicas each has its own.
-        counted: stream of each number that the host computes from those that `forward` changes.
-        numbers: stream of the optimiser's hyperparameters, if some are variable.
-        state: the variables of its state, by name.
-        random: variable with the state of random numbers, if there are any.
-        names: names of the tensors that may be returned: parameters, inputs, `"loss"`, those of the model's graph, and
-            in training `"Gradient___<parameter>"`, of a micro-batch and a replica, and `"UpdatedVar___<parameter>"`.
+        io: inputs, outputs and variables for the host.
 
     Raises:
         poptorch.Error: if there is not exactly one loss, in training; if something cannot be lowered; if buffers that
@@ -80,7 +70,6 @@ class Program:
         options: Options,
         returned: Sequence[Returned],
         update: Update | None = None,
-        count: int = 0,
         groupings: Mapping[str, popxl.ReplicaGrouping] | None = None,
         seed: int = 0,
         name: str = "model",
@@ -89,16 +78,10 @@ class Program:
         self.loss = final_loss(captured.trace) if update is not None else None
         if self.loss is not None:
             warn_about_other_loss(captured.trace, self.loss)
-        self.inputs: dict[int, popxl.HostToDeviceStream] = {}
-        self.outputs: list[popxl.DeviceToHostStream] = []
-        self.variables: dict[str, Variable] = {}
-        self.state: dict[str, Variable] = {}
-        self.numbers: popxl.HostToDeviceStream | None = None
-        self.random: Variable | None = None
         self._captured, self._leaves, self._returned = captured, list(leaves), list(returned)
         self._batching, self._options, self._update = batching, options, update
-        self.written = {name: value for name, value in captured.written.items() if name in host}
-        self.counted: list[popxl.HostToDeviceStream] = []
+        self._written = {name: value for name, value in captured.written.items() if name in host}
+        self.io = ProgramIO(written=frozenset(self._written))
         self._groupings = dict(groupings or {})
         self._check_buffers()
         self._check_ops()
@@ -113,18 +96,18 @@ class Program:
             self._model = ModelGraph(
                 ir, captured, self._leaves, self._outputs(), requested, self.loss, trained, options, name
             )
-            self.names = self._model.names
-            tensors = self._declared(host, count, seed)
+            self.io.names = self._model.names
+            tensors = self._declared(host, seed)
             self._passes = self._with_transfers()
             results = self._all_iterations(tensors)
             for number, result in enumerate(results):
                 assert result is not None
                 stream = popxl.d2h_stream(result.shape, result.dtype, f"output{number}")
                 ops.host_store(stream, result)
-                self.outputs.append(stream)
+                self.io.outputs.append(stream)
 
     def _check_buffers(self) -> None:
-        written = list(self.written)
+        written = list(self._written)
         if written and self._replicas > 1 and self._options.broadcast_buffers:
             raise createPoptorchError(
                 "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers becoming "
@@ -149,26 +132,26 @@ class Program:
 
     # The main graph -------------------------------------------------------------------------------------------------
 
-    def _declared(self, host: Mapping[str, np.ndarray], count: int, seed: int) -> Tensors:
+    def _declared(self, host: Mapping[str, np.ndarray], seed: int) -> Tensors:
         """Declare streams and variables: the working tensors of all loops."""
         tensors = self._loaded() | self._on_device(host)
         if self._update is not None and self._sums is not None:
             trained = self._model.trained
             locations = self._options.TensorLocations
             keep = partial(self._storage.variable, location=locations.optimizer_location)
-            self.state = self._update.create_state(trained, keep)
+            self.io.state = self._update.create_state(trained, keep)
             tensors |= {f"//{name}": s.held for name, s in self._update.stored.items() if s.held is not None}
             if self._batching.gradient_accumulation > 1:
                 self._sums.create_accumulators(trained, self._storage)
-            if count:
-                self.numbers = popxl.h2d_stream((count,), popxl.float32, "optimizer")
-                tensors[VALUES] = ops.host_load(self.numbers, "optimizer")
+            if count := self._update.hyperparameters.count:
+                self.io.numbers = popxl.h2d_stream((count,), popxl.float32, "optimizer")
+                tensors[VALUES] = ops.host_load(self.io.numbers, "optimizer")
                 if self._replicas > 1:
                     tensors[VALUES] = ops.collectives.assert_replicated(tensors[VALUES])
         if RANDOM in self._model.inputs:
             seeds = popxl.create_seeds(seed, replicas=self._replicas)
             own = self._single_replicas
-            self.random = tensors[RANDOM] = popxl.variable(seeds, popxl.uint32, "random", replica_grouping=own)
+            self.io.random = tensors[RANDOM] = popxl.variable(seeds, popxl.uint32, "random", replica_grouping=own)
         if self._batching.micro_batches > 1:
             tensors[TURN] = ops.init((1,), popxl.int32, "turn", "zero")
             for number, result in enumerate(self._returned):
@@ -193,12 +176,12 @@ class Program:
                 if self._options.synthetic_data:
                     tensors[f"/{leaf}"] = _noise(popxl.TensorSpec(shape, spec.dtype), number)
                     continue
-                self.inputs[number] = popxl.h2d_stream(shape, spec.dtype, leaf)
-                tensors[f"/{leaf}"] = ops.host_load(self.inputs[number], leaf)
+                self.io.inputs[number] = popxl.h2d_stream(shape, spec.dtype, leaf)
+                tensors[f"/{leaf}"] = ops.host_load(self.io.inputs[number], leaf)
         for number, value in enumerate(self._captured.slots):
             key, shape = f"{SLOT}{number}", (micro_batches,) if micro_batches > 1 else ()
-            self.counted.append(popxl.h2d_stream(shape, spec_of(value).dtype, key.lstrip("/")))
-            tensors[key] = ops.host_load(self.counted[-1], key.lstrip("/"))
+            self.io.counted.append(popxl.h2d_stream(shape, spec_of(value).dtype, key.lstrip("/")))
+            tensors[key] = ops.host_load(self.io.counted[-1], key.lstrip("/"))
         return tensors
 
     def _on_device(self, host: Mapping[str, np.ndarray]) -> Tensors:
@@ -208,16 +191,16 @@ class Program:
         single_replicas, location = self._single_replicas, self._options.TensorLocations.weight_location
         leaves = self._phases is not None and self._phases.leave
         for name, data in host.items():
-            if name in self._model.inputs or name in self.written:
+            if name in self._model.inputs or name in self._written:
                 grouping = self._groupings.get(name)
-                if name in self.written:
+                if name in self._written:
                     if single_replicas is not None:
                         grouping, data = single_replicas, np.broadcast_to(data, (self._replicas, *data.shape))
                     v = popxl.variable(data, name=name, replica_grouping=grouping)
                     self._weights[name] = Stored(v.spec, v, v)
                 else:
                     self._weights[name] = self._storage.variable(name, data, grouping, location, leaves)
-        self.variables = {name: s.variable for name, s in self._weights.items() if s.variable is not None}
+        self.io.variables = {name: s.variable for name, s in self._weights.items() if s.variable is not None}
         return {name: s.held for name, s in self._weights.items() if s.held is not None}
 
     @cached_property
@@ -314,7 +297,7 @@ class Program:
         return results
 
     def _state_on_chip(self, tensors: Tensors) -> Tensors:
-        return {name: tensors[f"//{name}"] for name in self.state if f"//{name}" in tensors}
+        return {name: tensors[f"//{name}"] for name in self.io.state if f"//{name}" in tensors}
 
     def _return_updated(self, tensors: Tensors, results: list[popxl.Tensor | None]) -> None:
         """Store updated parameters as results."""
@@ -377,7 +360,7 @@ class Program:
             start = self._loss_gradient(found[id(self.loss)], tensors)
             by_parameter = self._passes.backward(start, made, tensors)
             gradients = {name: by_parameter[t] for name, t in self._model.trained.items()}
-        for name, value in self.written.items():
+        for name, value in self._written.items():
             new = found[id(value)]
             ops.var_updates.copy_var_update_(tensors[name], new)
         found |= {name: made[t] for name, t in self._model.anchored.items()}
@@ -394,7 +377,7 @@ class Program:
         """Values returned by the model graph."""
         loss = [] if self.loss is None else [self.loss]
         results = [r.value for r in self._returned if isinstance(r.value, Value)]
-        return [*results, *self.written.values(), *loss]
+        return [*results, *self._written.values(), *loss]
 
     def _argument(self, key: str, tensors: Tensors) -> popxl.Tensor:
         """Operand for one model input."""

@@ -21,7 +21,6 @@ from poptorch.program.formulas import (
     adagrad,
     adam,
     adamax,
-    adamw,
     lamb,
     nadam,
     radam,
@@ -63,6 +62,9 @@ class Kept:
 class Rule:
     """An optimiser rule: name, formula as an in-place op, state tensors, hyperparameters.
 
+    Args:
+        defaults: defaults of numbers that differ from those of the formula.
+
     Attributes:
         numbers: numbers of a parameter group that the formula takes, with their defaults.
         others: hyperparameters that it does not take, as they only define its initial state, for all groups.
@@ -80,6 +82,7 @@ class Rule:
         counts: bool = True,
         count_needs: str = "",
         elementwise: bool = True,
+        **defaults: Any,
     ) -> None:
         self.name = name
         self.elementwise = elementwise
@@ -90,7 +93,7 @@ class Rule:
         parameters = inspect.signature(formula).parameters
         self.takes_count = "t" in parameters
         self.numbers = {p.name: p.default for p in parameters.values() if p.name not in {*tensors, "g", "t"}}
-        self.numbers["maximize"] = False
+        self.numbers |= {"maximize": False, **defaults}
         self.others = {k.start: 0.0 for k in kept if isinstance(k.start, str) and k.start not in self.numbers}
         changed = tuple(p for p in parameters if p in tensors)
         self.step = op_kind(
@@ -166,7 +169,7 @@ _RMSPROP = Rule(
 RULES: dict[type, Rule] = {
     torch.optim.SGD: SGD,
     torch.optim.Adam: Rule("Adam", adam, *_MOMENTS, _LARGEST),
-    torch.optim.AdamW: Rule("AdamW", adamw, *_MOMENTS, _LARGEST),
+    torch.optim.AdamW: Rule("AdamW", adam, *_MOMENTS, _LARGEST, weight_decay=1e-2, decoupled_weight_decay=True),
     torch.optim.RMSprop: _RMSPROP,
     optim.LAMB: _LAMB,
     torch.optim.Adagrad: Rule(

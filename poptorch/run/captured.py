@@ -33,20 +33,17 @@ from poptorch.program.batching import Batching
 from poptorch.program.placement_checks import check_overlapped_io, check_placement
 from poptorch.run.arguments import Signature
 from poptorch.run.hooks import substituting
+from poptorch.run.host_model import HostModel
 from poptorch.run.weights import hook_problem
 
 
 def captured_model(
-    model: Callable[..., Any],
-    module: torch.nn.Module | None,
+    model: HostModel,
     signature: Signature,
     places: Sequence[TensorLayout],
-    batching: Batching,
     options: Options,
     training: bool,
-    grouped: list[str],
     breaks: GraphBreaks | None = None,
-    warned: set[str] | None = None,
     has_fewer_rows: bool = False,
     counts: Collection[str] | None = None,
 ) -> tuple[Captured, OutputStructure]:
@@ -54,7 +51,6 @@ def captured_model(
 
     Args:
         places: layouts of the tensors of a micro-batch in memory; see `layouts_of`.
-        warned: warnings given about host tensors; new ones are added.
         has_fewer_rows: whether the program is for fewer rows than another one, which the options allowed.
         counts: numbers of the module that the program carries; `None` for all that it can.
 
@@ -62,13 +58,13 @@ def captured_model(
         poptorch.Error: if it has no tensor operations, or unsupported ones; if its blocks or overlapped transfers do
             not fit the options.
     """
-    once = partial(_captured_once, model, module, signature, places, options, training, grouped)
+    once = partial(_captured_once, model, signature, places, options, training)
     captured, answer, ambient = once(breaks)
     has_breaks = breaks is not None and bool(breaks.found)
     if not has_breaks and (counting := _counting(captured, partial(once, None), counts)) is not None:
         captured, answer, ambient = counting
-    _warn_of_carried(captured, module)
-    _warn_of_host(captured, set() if warned is None else warned)
+    _warn_of_carried(captured, model.module)
+    _warn_of_host(captured, model.warned)
     if training and captured.hooks:
         raise hook_problem(captured.hooks[0])
     given = set(map(id, captured.trace.inputs))
@@ -89,13 +85,11 @@ _Capture = tuple[Captured, OutputStructure, CaptureContext]
 
 
 def _captured_once(
-    model: Callable[..., Any],
-    module: torch.nn.Module | None,
+    model: HostModel,
     signature: Signature,
     places: Sequence[TensorLayout],
     options: Options,
     training: bool,
-    grouped: list[str],
     breaks: GraphBreaks | None,
     tape: Tape | None = None,
 ) -> _Capture:
@@ -110,7 +104,7 @@ def _captured_once(
         named = signature.named(args, kwargs)
         before = copy_containers(named)
         changes = SideEffects(objects)
-        result = model(*args, **kwargs)
+        result = model.call(*args, **kwargs)
         changed = changes.changed_attributes()
         overwritten[:] = [name for name, value in named.items() if not is_unchanged(before[name], value)]
         answers[:] = [OutputStructure(result, changed, objects)]
@@ -120,19 +114,19 @@ def _captured_once(
         captured = capture(
             forward,
             places,
-            module,
+            model.module,
             ambient=ambient,
             lowered=has_lowering,
             flatten=lambda returned: answers[0].tensors(returned),
-            grouped=grouped,
+            grouped=list(model.grouped),
             excludes=options.source_location_excludes,
             with_scopes=options.module_namescope_enabled,
             breaks=breaks,
             derives=training,
-            function=model if module is None else None,
+            function=model.call if model.module is None else None,
             tape=tape,
         )
-    _warn_of_arguments(overwritten, module, model)
+    _warn_of_arguments(overwritten, model)
     return captured, answers[0], ambient
 
 
@@ -227,13 +221,14 @@ def _warn_of_carried(captured: Captured, module: torch.nn.Module | None) -> None
         )
 
 
-def _warn_of_arguments(names: Sequence[str], module: torch.nn.Module | None, model: Callable[..., Any]) -> None:
+def _warn_of_arguments(names: Sequence[str], model: HostModel) -> None:
     """Warn, once per name, about arguments whose lists and dictionaries `forward` changes."""
+    module = model.module
     warned = set() if module is None else _warned.setdefault(module, set())
     for name in names:
         if f"argument {name}" not in warned:
             warned.add(f"argument {name}")
-            line = HostState(module, model if module is None else None).line_of(name)
+            line = HostState(module, model.call if module is None else None).line_of(name)
             logger.warning(
                 "`forward` changes its argument `%s`%s. It has a copy of the lists and dictionaries among its "
                 "arguments: the caller's stay as they were. Return what you need; tensors may be written to, and "

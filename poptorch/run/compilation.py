@@ -77,33 +77,19 @@ def compiled_model(
     """
     ir = popxl.Ir(replication=options.replication)
     groupings = _groupings(ir, model, options)
-    update, count = None, 0
+    update = None
     if trainer is not None:
         update = trainer.update if has_fewer_rows else trainer.prepare(model.tensors(), options, groupings)
-        count = len(trainer.numbers)
     anchors = _anchors(options, trainer.names() if trainer is not None else ())
     batching = Batching.of(options, update is not None)
     seed = options.random_seed if options.random_seed is not None else secrets.randbits(31)
-    micro_batches = batching.micro_batches * batching.groups.replicas
-    call, module, grouped, training = model.call, model.module, list(model.grouped), update is not None
-
+    micro_batches, training = batching.micro_batches * batching.groups.replicas, update is not None
     places: list[TensorLayout] = []  # of the arguments
 
     def capture(signature: Signature, tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> ExecutionPath:
         breaks = GraphBreaks(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
         captured, answer = captured_model(
-            call,
-            module,
-            signature,
-            places,
-            batching,
-            options,
-            training,
-            grouped,
-            breaks,
-            model.warned,
-            has_fewer_rows,
-            () if answers else counts,
+            model, signature, places, options, training, breaks, has_fewer_rows, () if answers else counts
         )
         return ExecutionPath(captured, answer, () if breaks is None else breaks.found)
 
@@ -121,7 +107,7 @@ def compiled_model(
     if path.breaks:
         again = partial(capture, signature), partial(_capturing, model.attributes)
         of_parts = *again, path, signature, batching, options, read, seed
-        return BrokenGraph(*of_parts) if update is None else TrainedBrokenGraph(*of_parts, update=update, count=count)
+        return BrokenGraph(*of_parts) if update is None else TrainedBrokenGraph(*of_parts, update=update)
     return compile_captured(
         ir,
         path.captured,
@@ -130,7 +116,6 @@ def compiled_model(
         batching,
         options,
         update=update,
-        count=count,
         groupings=groupings,
         host=read(),
         anchors=anchors,
@@ -202,11 +187,9 @@ def carries(
         return False
 
     def capture(signature: Signature) -> ExecutionPath:
-        batching = compiled.batching
-        places = layouts_of(signature.check(args, kwargs), signature, batching)
-        of_model = model.call, model.module, signature, places, batching, options, training, list(model.grouped)
-        counts = list(compiled.host_numbers)
-        return ExecutionPath(*captured_model(*of_model, warned=model.warned, counts=counts), breaks=())
+        places = layouts_of(signature.check(args, kwargs), signature, compiled.batching)
+        found = captured_model(model, signature, places, options, training, counts=list(compiled.host_numbers))
+        return ExecutionPath(*found, breaks=())
 
     signature, path, _ = _hidden(signature_of, capture)
     if path is None or not signature.fits(*first):

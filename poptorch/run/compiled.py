@@ -26,8 +26,8 @@ from poptorch.capture.host_function import HostFunction
 from poptorch.capture.tensor_layout import overwrite
 from poptorch.errors import Error, createPoptorchError
 from poptorch.program.batching import Batching, Feeder
+from poptorch.program.program_io import ProgramIO, Result
 from poptorch.run.arguments import Signature
-from poptorch.run.program_io import ProgramIO, Result
 from poptorch.run.timings import Times
 from popxl.errors import DeviceError, PopxlRuntimeError
 from popxl.extend.targets import Outputs

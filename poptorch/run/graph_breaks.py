@@ -35,11 +35,11 @@ from poptorch.capture.trace import Trace, Value
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.program.batching import Batching
+from poptorch.program.program_io import ProgramIO
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.program_compilation import compile_captured
-from poptorch.run.program_io import ProgramIO
 from poptorch.run.subgraphs import (
     Content,
     ExecutionPath,

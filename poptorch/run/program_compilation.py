@@ -15,13 +15,13 @@ from poptorch.enums import OutputMode
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.program.program import Program
+from poptorch.program.program_io import Result
 from poptorch.program.returned import Returned
 from poptorch.program.updates import Update
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of, host_functions_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.devices import chosen_device
-from poptorch.run.program_io import ProgramIO, Result
 
 
 def compile_captured(
@@ -33,7 +33,6 @@ def compile_captured(
     options: Options,
     *,
     update: Update | None = None,
-    count: int = 0,
     groupings: Mapping[str, popxl.ReplicaGrouping] | None = None,
     host: Mapping[str, np.ndarray],
     anchors: Mapping[str, Returned] | None = None,
@@ -45,7 +44,6 @@ def compile_captured(
         ir: an empty Ir for the program.
         batching: distribution of the rows.
         update: the optimiser, for training.
-        count: number of its variable hyperparameters.
         groupings: groupings of the parameters that differ between groups of replicas.
         host: the values of parameters and buffers.
         anchors: the tensors to anchor, by the names that the user gives them.
@@ -63,9 +61,7 @@ def compile_captured(
     returned += [Returned(value, OutputMode.All) for value in captured.written_inputs.values()]
     names = [leaf.name for leaf in signature.leaves]
     title = options.model_name or ("training" if update is not None else "inference")
-    program = Program(
-        ir, captured, names, host, batching, options, returned, update, count, groupings or {}, seed, title
-    )
+    program = Program(ir, captured, names, host, batching, options, returned, update, groupings or {}, seed, title)
     labels = itertools.chain([""] * (len(outputs) - len(constants)), anchors, [""] * len(captured.written_inputs))
     results = [
         Result(program.spec(each).shape, program.count(each), label)
@@ -84,7 +80,7 @@ def compile_captured(
         constants,
         results,
         list(captured.written_inputs),
-        ProgramIO.collect(program),
+        program.io,
         popxl.Session(ir, chosen_device(options), weights_to_host_on_exit=False),
         seed,
         options.Precision.floating_point_exceptions,

@@ -39,12 +39,12 @@ from poptorch.enums import ConnectionType, VariableRetrievalMode
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.program.batching import Batching
+from poptorch.program.program_io import ProgramIO, Result
 from poptorch.program.state_layout import STEP
 from poptorch.run import weight_values
 from poptorch.run.arguments import Signature
 from poptorch.run.compiled import Compiled
 from poptorch.run.devices import chosen_device
-from poptorch.run.program_io import ProgramIO, Result
 from poptorch.run.serialization import OptimizerData, from_data, options_from_data, options_to_data, to_data
 from poptorch.run.trainer import Trainer
 from popxl.errors import PopxlError

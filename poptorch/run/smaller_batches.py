@@ -21,10 +21,10 @@ from poptorch.enums import OutputMode, PartialBatch
 from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options
 from poptorch.program.batching import Batching
+from poptorch.program.program_io import Result
 from poptorch.run.arguments import Signature
 from poptorch.run.compiled import Compiled
 from poptorch.run.graph_breaks import BrokenGraph
-from poptorch.run.program_io import Result
 
 Program = Compiled | BrokenGraph
 

@@ -24,13 +24,13 @@ from poptorch.capture.losses import final_loss
 from poptorch.capture.trace import Trace, Value
 from poptorch.errors import Error, createPoptorchError
 from poptorch.lowering.emission import drawing
+from poptorch.program.program_io import ProgramIO
 from poptorch.program.updates import Update
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.graph_breaks import BrokenGraph
 from poptorch.run.program_compilation import compile_captured
-from poptorch.run.program_io import ProgramIO
 from poptorch.run.subgraphs import Content, ExecutionPath, Subgraph, ValueIds, is_constant, outputs_of
 from popxl.tensor import Variable
 
@@ -40,7 +40,6 @@ class TrainedBrokenGraph(BrokenGraph):
 
     Args:
         of_parts: arguments of `BrokenGraph`.
-        count: number of its variable hyperparameters.
 
     Raises:
         poptorch.Error: as for `BrokenGraph`; if ops that draw random numbers, or have another effect, would have to run
@@ -49,8 +48,8 @@ class TrainedBrokenGraph(BrokenGraph):
 
     _holds_buffers = False  # the program of the step holds them
 
-    def __init__(self, *of_parts: Any, update: Update, count: int) -> None:
-        self._update, self._count = update, count
+    def __init__(self, *of_parts: Any, update: Update) -> None:
+        self._update = update
         self._newest: Compiled | None = None
         self._left: dict[tuple[str, str], np.ndarray] = {}  # of programs that ran before the newest
         self._state: dict[str, Variable] = {}
@@ -106,7 +105,6 @@ class TrainedBrokenGraph(BrokenGraph):
             self._batching,
             self._options,
             update=self._update,
-            count=self._count,
             host=(host := dict(self._host())),
             seed=self.seed,
         )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import popxl
-from poptorch.program.program import Program
 from popxl.tensor import Variable
 
 
@@ -25,43 +23,29 @@ class Result:
     anchor: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProgramIO:
     """Program inputs, outputs and variables that the host accesses.
 
     Attributes:
         inputs: stream of each input, by number; unused inputs have none.
         outputs: streams of the results.
-        variables: variables of parameters and buffers, by name.
+        variables: variables of parameters and buffers, by name; tied ones are one. Unused ones have none.
         written: names of those that `forward` overwrites. Each replica has its own value of them.
         numbers: stream of the optimiser's hyperparameters, if some are variable.
         state: the variables of its state, by name.
         random: variable of random numbers, if there are any.
-        names: names of all tensors that can be anchored.
+        names: names of the tensors that may be returned: parameters, inputs, `"loss"`, those of the model's graph, and
+            in training `"Gradient___<parameter>"`, of a micro-batch and a replica, and `"UpdatedVar___<parameter>"`.
         counted: the streams of numbers that the host computes from those that `forward` changes.
     """
 
     inputs: dict[int, popxl.HostToDeviceStream] = field(default_factory=dict)
-    outputs: Sequence[popxl.DeviceToHostStream] = ()
-    variables: Mapping[str, Variable] = field(default_factory=dict)
+    outputs: list[popxl.DeviceToHostStream] = field(default_factory=list)
+    variables: dict[str, Variable] = field(default_factory=dict)
     written: frozenset[str] = frozenset()
     numbers: popxl.HostToDeviceStream | None = None
-    state: Mapping[str, Variable] = field(default_factory=dict)
+    state: dict[str, Variable] = field(default_factory=dict)
     random: Variable | None = None
     names: tuple[str, ...] = ()
-    counted: Sequence[popxl.HostToDeviceStream] = ()
-
-    @classmethod
-    def collect(cls, program: Program) -> ProgramIO:
-        """Collect a program's inputs, outputs and variables."""
-        return cls(
-            program.inputs,
-            program.outputs,
-            program.variables,
-            frozenset(program.written),
-            program.numbers,
-            program.state,
-            program.random,
-            program.names,
-            program.counted,
-        )
+    counted: list[popxl.HostToDeviceStream] = field(default_factory=list)

@@ -75,8 +75,6 @@ class Options(_ReportOptions, _DeviceOptions, _BatchOptions):
         None,
         "random numbers of models, and the order of shuffled data, are the same in every run of the program",
         "randomSeed",
-        kind=int | None,
-        shown="unset",
     )
     anchored_tensors: dict[str, Anchor] = setting(
         {}, "tensors within the model that `getAnchoredTensor` gives", "anchorTensor", shown="none"
@@ -85,7 +83,6 @@ class Options(_ReportOptions, _DeviceOptions, _BatchOptions):
         None,
         "the folder in which compiled programs are kept, so that they are not compiled again",
         "enableExecutableCaching",
-        kind=str | None,
         make=lambda: os.environ.get("POPTORCH_CACHE_DIR") or None,
         shown="the environment variable POPTORCH_CACHE_DIR, or none",
         of_the_run=True,

@@ -361,6 +361,10 @@ def _single_or_sequence(valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda given: all(map(valid, given if isinstance(given, (list, tuple)) else [given]))
 
 
+def _ignored(by: str, expects: str, valid: Callable[[Any], bool], words: str = "") -> Any:
+    return setting(None, NO_EFFECT, by, kind=object, valid=valid, expects=expects, words=words)
+
+
 class MultiConv(_Scope, OptionsDict):
     """Merge convolutions inside the `with` statement into one multi-convolution, which may run them concurrently.
 
@@ -374,49 +378,30 @@ class MultiConv(_Scope, OptionsDict):
         ...     y, z = convolution(x), convolution(2 * x)
     """
 
-    available_memory_proportions: float | list[float] | None = setting(
-        None,
-        NO_EFFECT,
+    available_memory_proportions: float | list[float] | None = _ignored(
         "availableMemoryProportions",
-        kind=object,
-        valid=_single_or_sequence(lambda value: isinstance(value, (int, float)) and 0 <= value < 1),
-        expects="a number from 0 to below 1, or one for each convolution",
+        "a number from 0 to below 1, or one for each convolution",
+        _single_or_sequence(lambda value: isinstance(value, (int, float)) and 0 <= value < 1),
     )
-    cycle_back_off: float | None = setting(
-        None,
-        NO_EFFECT,
-        "cycleBackOff",
-        kind=object,
-        valid=lambda value: isinstance(value, (int, float)) and 0 <= value <= 1,
-        expects="a number from 0 to 1",
+    cycle_back_off: float | None = _ignored(
+        "cycleBackOff", "a number from 0 to 1", lambda value: isinstance(value, (int, float)) and 0 <= value <= 1
     )
-    conv_dithering: bool | list[bool] | None = setting(
-        None,
-        NO_EFFECT,
+    conv_dithering: bool | list[bool] | None = _ignored(
         "enableConvDithering",
-        kind=object,
-        valid=_single_or_sequence(lambda value: isinstance(value, bool)),
-        expects="a bool, or one for each convolution",
+        "a bool, or one for each convolution",
+        _single_or_sequence(lambda value: isinstance(value, bool)),
     )
-    partials_types: torch.dtype | list[torch.dtype] | None = setting(
-        None,
-        NO_EFFECT,
+    partials_types: torch.dtype | list[torch.dtype] | None = _ignored(
         "partialsTypes",
-        kind=object,
-        valid=_single_or_sequence(lambda value: value in (torch.float, torch.half)),
-        expects="torch.float or torch.half, or one of them for each convolution",
+        "torch.float or torch.half, or one of them for each convolution",
+        _single_or_sequence(lambda value: value in (torch.float, torch.half)),
         words="Invalid partials types.",
     )
-    per_conv_reserved_tiles: int | None = setting(
-        None,
-        NO_EFFECT,
-        "perConvReservedTiles",
-        kind=int,
-        valid=lambda value: value >= 0,
-        expects="a number of tiles",
+    per_conv_reserved_tiles: int | None = _ignored(
+        "perConvReservedTiles", "a number of tiles", lambda value: isinstance(value, int) and value >= 0
     )
-    plan_type: MultiConvPlanType | None = setting(
-        None, NO_EFFECT, "planType", kind=MultiConvPlanType, expects="a poptorch.MultiConvPlanType"
+    plan_type: MultiConvPlanType | None = _ignored(
+        "planType", "a poptorch.MultiConvPlanType", lambda value: isinstance(value, MultiConvPlanType)
     )
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ class _BatchOptions(OptionsDict):
     )
     input_group_size: int = setting(1, "so many replicas receive the same rows", "inputReplicaGrouping")
     input_group_type: CommGroupType = setting(
-        CommGroupType.Consecutive, "which replicas receive the same rows", "inputReplicaGrouping", shown="Consecutive"
+        CommGroupType.Consecutive, "which replicas receive the same rows", "inputReplicaGrouping"
     )
     output_mode: OutputMode = setting(
         OutputMode.Default,
@@ -44,7 +44,6 @@ class _BatchOptions(OptionsDict):
         "data set: Compile: programs of their own run it, at most `keptPrograms`; Pad: in inference, rows are added "
         "that do not come back; Refuse: it is an Error",
         "partialBatch",
-        shown="Compile",
     )
     synthetic_data: bool = setting(
         False,

@@ -14,10 +14,7 @@ class _DeviceOptions(OptionsDict):
     """Device of a model, and time of its attachment."""
 
     connection_type: ConnectionType = setting(
-        ConnectionType.Always,
-        "when a model is attached to its device; `Never` only compiles",
-        "connectionType",
-        shown="Always",
+        ConnectionType.Always, "when a model is attached to its device; `Never` only compiles", "connectionType"
     )
     auto_round_num_ipus: bool = setting(
         False, "a number of units that is no power of two is accepted rather than an Error", "autoRoundNumIPUs"
@@ -29,24 +26,18 @@ class _DeviceOptions(OptionsDict):
         make=lambda: flag("POPTORCH_IPU_MODEL") or flag("POPTORCH_SMALL_IPU_MODEL"),
         shown="False, unless POPTORCH_IPU_MODEL or POPTORCH_SMALL_IPU_MODEL is set",
     )
-    ipu_id: int | None = setting(
-        None, "the number of the device that models run on", "useIpuId", kind=int | None, shown="any"
-    )
+    ipu_id: int | None = setting(None, "the number of the device that models run on", "useIpuId", shown="any")
     ipu_version: int | None = setting(
         None,
         "models are only compiled, for no device of this machine; the version itself has no effect here",
         "useOfflineIpuTarget",
-        kind=int | None,
         valid=lambda version: version in (None, 1, 2, 21),
         expects="1, 2 or 21",
-        shown="unset",
     )
     target: str | None = setting(
         None,
         "the machine that models are compiled for, which need not be here, as `popxl.Target` describes it",
         "useOfflineIpuTarget",
-        kind=str | None,
-        shown="unset",
     )
     available_memory_proportion: dict[str, float] = setting(
         {},
@@ -61,7 +52,7 @@ class _DeviceOptions(OptionsDict):
         ),
         expects="a dict from units, 'IPU0', to numbers from 0 to 1",
     )
-    sync_pattern: SyncPattern = setting(SyncPattern.Full, NO_EFFECT, "syncPattern", shown="Full")
+    sync_pattern: SyncPattern = setting(SyncPattern.Full, NO_EFFECT, "syncPattern")
 
     def connectionType(self, connection_type: ConnectionType) -> Self:
         """Set the time of attaching to a device: `Always` (at the start), `OnDemand` (once compiled), or `Never`."""

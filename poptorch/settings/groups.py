@@ -40,7 +40,6 @@ class _TrainingOptions(OptionsDict):
         valid=lambda reduction: reduction in (ReductionType.Sum, ReductionType.Mean),
         expects="ReductionType.Sum or ReductionType.Mean",
         error=ValueError,
-        shown="Mean",
     )
     mean_accumulation_and_replication_reduction_strategy: MeanReductionStrategy = setting(
         MeanReductionStrategy.Post,
@@ -51,9 +50,7 @@ class _TrainingOptions(OptionsDict):
     automatic_loss_scaling: bool = setting(
         False, "the loss scale is state of the program, adjusted to the gradients in float16", "setAutomaticLossScaling"
     )
-    convolution_dithering: bool | None = setting(
-        None, NO_EFFECT, "setConvolutionDithering", kind=bool | None, shown="unset"
-    )
+    convolution_dithering: bool | None = setting(None, NO_EFFECT, "setConvolutionDithering")
     memory_plan: MemoryPlan | MemoryPolicy | None = setting(
         None,
         "which activations of outlined layers the backward pass keeps, recomputes or loads from the host",
@@ -61,7 +58,6 @@ class _TrainingOptions(OptionsDict):
         kind=MemoryPlan | str | None,
         valid=lambda plan: not isinstance(plan, str) or plan in get_args(MemoryPolicy),
         expects=f"a popxl_addons.MemoryPlan, or one of {', '.join(map(repr, get_args(MemoryPolicy)))}",
-        shown="unset",
     )
 
     @property
@@ -167,7 +163,7 @@ class _PrecisionOptions(OptionsDict):
         error=ValueError,
     )
     half_float_casting: HalfFloatCastingBehavior = setting(
-        HalfFloatCastingBehavior.Default, f"{NO_EFFECT}; deprecated", "halfFloatCasting", shown="Default"
+        HalfFloatCastingBehavior.Default, f"{NO_EFFECT}; deprecated", "halfFloatCasting"
     )
     running_statistics_always_float: bool = setting(True, f"{NO_EFFECT}; deprecated", "runningStatisticsAlwaysFloat")
 

@@ -21,37 +21,25 @@ class TensorLocationSettings(OptionsDict):
     """
 
     min_elements_for_off_chip: int | None = setting(
-        None,
-        "tensors of fewer elements stay in the memory of the device; 2 if unset",
-        "minElementsForOffChip",
-        kind=int | None,
-        shown="unset",
+        None, "tensors of fewer elements stay in the memory of the device; 2 if unset", "minElementsForOffChip"
     )
     min_elements_for_replicated_tensor_sharding: int | None = setting(
-        None,
-        "tensors of fewer elements stay whole; 2 if unset",
-        "minElementsForReplicatedTensorSharding",
-        kind=int | None,
-        shown="unset",
+        None, "tensors of fewer elements stay whole; 2 if unset", "minElementsForReplicatedTensorSharding"
     )
     use_on_chip_storage: bool | None = setting(
         None,
         "if False, tensors are in the memory of the host; if unset, in that of the device, except for tensors that "
         "leave it under the liveness of a phased strategy",
         "useOnChipStorage",
-        kind=bool | None,
-        shown="unset",
     )
     use_replicated_tensor_sharding: bool | None = setting(
         None,
         "if True, each replica stores a part of every tensor whose elements can be divided evenly among the replicas "
         "that share it; not for activations, as a warning says",
         "useReplicatedTensorSharding",
-        kind=bool | None,
-        shown="unset",
     )
-    use_io_tiles_to_load: bool | None = setting(None, _TOLD, "useIOTilesToLoad", kind=bool | None, shown="unset")
-    use_io_tiles_to_store: bool | None = setting(None, _TOLD, "useIOTilesToStore", kind=bool | None, shown="unset")
+    use_io_tiles_to_load: bool | None = setting(None, _TOLD, "useIOTilesToLoad")
+    use_io_tiles_to_store: bool | None = setting(None, _TOLD, "useIOTilesToStore")
 
     def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
         """Set the minimum size, in elements, of tensors stored off chip."""
@@ -116,7 +104,6 @@ class _TensorLocationOptions(OptionsDict):
         None,
         f"{_TOLD}; but overlapped IO needs some",
         "numIOTiles",
-        kind=int | None,
         valid=lambda count: count is None or (32 <= count <= 192 and count % 2 == 0),
         expects="an even number from 32 to 192",
         words="numIOTiles must be an even number between 32 and 192.",

@@ -26,13 +26,12 @@ class _ReportOptions(OptionsDict):
         None,
         "the folder to which reports about the model are written",
         "enableProfiling",
-        kind=str | None,
         make=requested_profile_dir,
         shown="none, unless POPLAR_ENGINE_OPTIONS or PVTI_OPTIONS asks for reports",
         of_the_run=True,
     )
     model_name: str | None = setting(
-        None, "the name of the model in reports", "modelName", kind=str | None, shown="training or inference"
+        None, "the name of the model in reports", "modelName", shown="training or inference"
     )
     log_dir: str = setting(".", f"{NO_EFFECT}: messages go to Python's logging", "logDir", of_the_run=True)
     max_repeat_logs: int | None = setting(4, NO_EFFECT, "maxRepeatLogs", kind=int | None)

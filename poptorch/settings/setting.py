@@ -10,7 +10,8 @@ import copy
 import difflib
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from enum import Enum
+from typing import Any, Self, get_type_hints
 
 NO_EFFECT = "no effect here"
 """What a setting says that decides speed, memory or scheduling on hardware that programs ran on before."""
@@ -25,12 +26,12 @@ class Setting:
         default: initial value; each group has its own copy.
         here: effect in a sentence, or `NO_EFFECT`, with a reason if there is one.
         by: method that sets it.
-        kind: accepted types; by default that of the default.
+        kind: accepted types; by default that of the default, or those annotated if the default is `None`.
         valid: predicate for values of these types.
         expects: these values, in words.
         error: error for invalid values.
         make: function that returns the initial value in place of `default`, for settings from the environment.
-        shown: description of the default, for the page of all options.
+        shown: description of the default, for the page of all options; by default "unset" for `None`.
         words: a sentence that programs look for in the error; it comes first.
         of_the_run: whether it depends on the machine, for example by naming a folder: saved models do not contain it.
     """
@@ -53,23 +54,31 @@ class Setting:
     ) -> None:
         self.here = here
         self.by = by
-        self.kind = kind or type(default)
+        self._kind = kind or (None if default is None else type(default))
         self.valid = valid
         self.of_the_run = of_the_run
-        self.expects = expects or in_words(self.kind)
+        self.expects = expects
         self.error = error
         self.words = f"{words} " if words else ""
         self.make = make or (lambda: copy.deepcopy(default))
-        self.shown = shown or (repr(default) if make is None else "")
+        self.shown = shown or (_shown(default) if make is None else "")
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+        self.name, self._owner = name, owner
 
     def check(self, value: Any, owner: str) -> None:
         """Raise an error unless this setting of group `owner` accepts the value."""
-        if isinstance(value, self.kind) and (self.valid is None or self.valid(value)):
+        kind = self._kind or get_type_hints(self._owner)[self.name]
+        if isinstance(value, kind) and (self.valid is None or self.valid(value)):
             return
-        raise self.error(f"{self.words}{owner}.{self.by}: `{self.name}` is {value!r}; expected {self.expects}.")
+        expected = self.expects or in_words(kind)
+        raise self.error(f"{self.words}{owner}.{self.by}: `{self.name}` is {value!r}; expected {expected}.")
+
+
+def _shown(default: Any) -> str:
+    if default is None:
+        return "unset"
+    return default.name if isinstance(default, Enum) else repr(default)
 
 
 setting: Any = Setting  # of any type, so that a class can say which type its values have

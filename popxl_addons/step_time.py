@@ -9,6 +9,7 @@ stage to stage, gradients are summed along the data axis, and the optimiser upda
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -165,22 +166,13 @@ def gpt_step_time(
     figures = target.chip if efficiency is None else target.chip.model_copy(update={"efficiency": efficiency})
     recomputes = _keeps_too_much(sizes, micro_batch, figures) if recompute is None else recompute
     network = _Network(figures, layout)
-    parts = (_part(kind, sizes, tensor, micro_batch, network) for kind in ("layer", "embedding", "head"))
-    layer, embedding, head = parts
+    parts = [_part(kind, sizes, tensor, micro_batch, network) for kind in ("layer", "embedding", "head")]
+    layer, _, head = parts
     own = layers // pipeline
-    stages = []
-    for stage in range(pipeline):
-        forward, backward = GraphTime().plus(layer[0], own), GraphTime().plus(layer[1], own)
-        if recomputes:
-            backward = backward.plus(layer[0], own)
-        for part, is_here in ((embedding, stage == 0), (head, stage == pipeline - 1)):
-            if is_here:
-                forward, backward = forward.plus(part[0]), backward.plus(part[1])
-        stages.append((_stage_seconds(forward, figures), _stage_seconds(backward, figures)))
+    stages = [_stage(stage, pipeline, own, parts, recomputes) for stage in range(pipeline)]
     handed = network.handed(2 * micro_batch * sequence * hidden) if pipeline > 1 else 0.0
-    schedule = _schedule(pipeline, layout.steps)
-    durations = [f + handed for f, _ in stages] + [b + handed for _, b in reversed(stages)]
-    timeline = schedule.simulate(durations)
+    times = [forward for forward, _ in stages] + [backward for _, backward in reversed(stages)]
+    timeline = _schedule(pipeline, layout.steps).simulate([_stage_seconds(time, figures) + handed for time in times])
     parameters = own * sizes.layer_parameters / tensor
     embedded = (vocabulary / tensor + sequence) * hidden
     reduction = network.summed(2 * (parameters + embedded), "data")
@@ -221,6 +213,20 @@ def _check(sizes: GPTSizes, layout: GPTLayout, chips: int | None) -> None:
 
 def _host(time: GraphTime, figures: Chip) -> float:
     return time.dispatched * figures.efficiency.dispatch
+
+
+def _stage(
+    stage: int, pipeline: int, layers: int, parts: Sequence[tuple[GraphTime, GraphTime]], recomputes: bool
+) -> tuple[GraphTime, GraphTime]:
+    """Work of a stage's forward and backward pass."""
+    layer, embedding, head = parts
+    forward, backward = GraphTime().plus(layer[0], layers), GraphTime().plus(layer[1], layers)
+    if recomputes:
+        backward = backward.plus(layer[0], layers)
+    for part, is_here in ((embedding, stage == 0), (head, stage == pipeline - 1)):
+        if is_here:
+            forward, backward = forward.plus(part[0]), backward.plus(part[1])
+    return forward, backward
 
 
 def _stage_seconds(time: GraphTime, figures: Chip) -> float:

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from runtime.schedulers import NAMES
@@ -96,7 +96,17 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an abbreviation of several of these options may be an option of the program
     )
-    add = parser.add_argument
+    _add_shares(parser.add_argument)
+    _add_runs(parser.add_argument)
+    ignored = parser.add_argument_group("accepted, without effect", " ".join(_WITHOUT_MEANING))
+    for name in _WITHOUT_MEANING:
+        ignored.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_shares(add: Callable[..., Any]) -> None:
+    """Options of the instances, and their shares of replicas and devices."""
     add("--num-instances", type=_positive, metavar="N", help="how many processes to start (default: 1)")
     add(
         "--num-replicas",
@@ -126,6 +136,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="HOSTS",
         help="the machines to start instances on, separated by commas; they get equal shares (default: this machine)",
     )
+
+
+def _add_runs(add: Callable[..., Any]) -> None:
+    """Options of how instances start, wait for each other, and write."""
     add(
         "--env",
         "-x",
@@ -176,11 +190,6 @@ def parser() -> argparse.ArgumentParser:
     add("--version", action=ShowVersions)
     for where in ("--mpi-global-args", "--mpi-local-args"):
         add(where, default="", metavar="ARGS", help="only `-x NAME[=VALUE]` in it is heeded, as --env")
-    ignored = parser.add_argument_group("accepted, without effect", " ".join(_WITHOUT_MEANING))
-    for name in _WITHOUT_MEANING:
-        ignored.add_argument(name, help=argparse.SUPPRESS)
-    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
 
 
 def _parse_number(kind: type[Number], text: str) -> Number:

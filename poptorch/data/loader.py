@@ -6,7 +6,7 @@ of time in another process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,11 +95,7 @@ class DataLoader(torch.utils.data.DataLoader):
             )
         options.freeze()
         self._options = options
-        micro_batches = (
-            options.device_iterations
-            * (options.replication_factor // options.input_group_size)
-            * options.Training.gradient_accumulation
-        )
+        micro_batches = _micro_batches(options)
         processes = options.Distributed.numProcesses if auto_distributed_partitioning else 1
         loading: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": persistent_workers, **kwargs}
         if persistent_workers is None:
@@ -112,11 +108,7 @@ class DataLoader(torch.utils.data.DataLoader):
             batch_size = getattr(batch_sampler, "batch_size", None)
         combined = None if batch_size is None else batch_size * micro_batches
         if processes > 1:
-            if "sampler" in kwargs:
-                raise createPoptorchError(
-                    "DataLoader: `sampler` would give every process the same elements. Let it give each its share, and "
-                    "set auto_distributed_partitioning=False."
-                )
+            _check_no_sampler(kwargs)
             loading["sampler"] = _share(options, dataset, (combined or 1) if drop_last else None, shuffle)
         elif batch_sampler is None:
             loading["shuffle"] = shuffle
@@ -129,9 +121,8 @@ class DataLoader(torch.utils.data.DataLoader):
         mode = DataLoaderMode(mode)
         if mode is DataLoaderMode.Sync:
             return
-        source: Iterable[Any]
         if mode is DataLoaderMode.AsyncRebatched and batch_sampler is None:
-            source = _rebatched(dataset, combined, rebatched_worker_size, drop_last, loading)
+            source: Iterable[Any] = _rebatched(dataset, combined, rebatched_worker_size, drop_last, loading)
         else:
             source = torch.utils.data.DataLoader(dataset, **sizes, **loading)
         self._accessor = AsynchronousDataAccessor(source, **async_options or {})
@@ -210,6 +201,20 @@ class _Traced:
     def __next__(self) -> Any:
         with _channel.tracepoint("__getitem__"):
             return next(self._batches)
+
+
+def _micro_batches(options: Options) -> int:
+    """Number of micro-batches of a call with rows of their own."""
+    groups = options.replication_factor // options.input_group_size
+    return options.device_iterations * groups * options.Training.gradient_accumulation
+
+
+def _check_no_sampler(loading: Mapping[str, Any]) -> None:
+    if "sampler" in loading:
+        raise createPoptorchError(
+            "DataLoader: `sampler` would give every process the same elements. Let it give each its share, and set "
+            "auto_distributed_partitioning=False."
+        )
 
 
 def _check_no_other_order(batch_size: int | None, shuffle: bool | None, processes: int) -> None:

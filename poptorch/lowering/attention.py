@@ -127,32 +127,38 @@ def multi_head_attention_forward(
         weights = own if use_separate_proj_weight else _thirds(in_proj_weight)
         projected = zip(given, weights, _thirds(in_proj_bias), strict=True)
         q, k, v = (_heads(linear(t, weight, bias), num_heads) for t, weight, bias in projected)  # type: ignore[arg-type]
-    batch, _, length, of_head = q.shape
     if bias_k is not None and bias_v is not None:
         k, v = (_appended(t, _heads(row, num_heads)) for t, row in ((k, bias_k), (v, bias_v)))
     if add_zero_attn:
         k, v = (_appended(t, popxl.constant(0.0, t.dtype)) for t in (k, v))
-    masks = _masks(attn_mask, key_padding_mask, (batch, num_heads), (bias_k is not None) + add_zero_attn)
+    masks = _masks(attn_mask, key_padding_mask, (q.shape[0], num_heads), (bias_k is not None) + add_zero_attn)
     dropout_p = dropout_p if training else 0.0
-
-    def output(mixed: popxl.Tensor) -> popxl.Tensor:
-        rows = ops.reshape(ops.transpose(mixed, (0, 2, 1, 3)), (batch, length, num_heads * of_head))
-        out = linear(rows, out_proj_weight, out_proj_bias)
-        return ops.reshape(out, out.shape[1:]) if single else _batch_first(out)
-
-    if not need_weights:
-        return [output(ops.attention(q, k, v, _combine_masks(masks), dropout=dropout_p, seed_tensor=_seed(dropout_p)))]
-    scores = ops.matmul(q * (1 / math.sqrt(of_head)), _transposed(k))
-    for mask in masks:
-        scores = _left_out(scores, mask)
-    # Not as above: the weights of a query that sees no key are NaN, as in PyTorch.
-    attention = softmax(scores, -1)
-    if dropout_p:
-        attention = ops.dropout(attention, emission().seed(), dropout_p)
-    out = output(ops.matmul(attention, v))
+    attention = None
+    if need_weights:
+        mixed, attention = _mixed_with_weights(q, k, v, masks, dropout_p)
+    else:
+        mixed = ops.attention(q, k, v, _combine_masks(masks), dropout=dropout_p, seed_tensor=_seed(dropout_p))
+    by_place = ops.transpose(mixed, (0, 2, 1, 3))
+    out = linear(ops.reshape(by_place, (*by_place.shape[:2], -1)), out_proj_weight, out_proj_bias)
+    out = ops.reshape(out, out.shape[1:]) if single else _batch_first(out)
+    if attention is None:
+        return [out]
     if average_attn_weights:
         attention = ops.mean(attention, 1)
     return [out, ops.reshape(attention, attention.shape[1:]) if single else attention]
+
+
+def _mixed_with_weights(
+    q: popxl.Tensor, k: popxl.Tensor, v: popxl.Tensor, masks: Sequence[popxl.Tensor], dropout_p: float
+) -> tuple[popxl.Tensor, popxl.Tensor]:
+    """Values mixed by attention, and its weights: NaN for a query that sees no key, as in PyTorch."""
+    scores = ops.matmul(q * (1 / math.sqrt(q.shape[-1])), _transposed(k))
+    for mask in masks:
+        scores = _left_out(scores, mask)
+    attention = softmax(scores, -1)
+    if dropout_p:
+        attention = ops.dropout(attention, emission().seed(), dropout_p)
+    return ops.matmul(attention, v), attention
 
 
 def _by_one_product(t: popxl.Tensor, weight: popxl.Tensor, bias: Optional, heads: int) -> list[popxl.Tensor]:

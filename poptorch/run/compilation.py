@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -83,29 +84,14 @@ def compiled_model(
     anchors = _anchors(options, trainer.names() if trainer is not None else ())
     batching = Batching.of(options, update is not None)
     seed = options.random_seed if options.random_seed is not None else secrets.randbits(31)
-    micro_batches, training = batching.micro_batches * batching.groups.replicas, update is not None
-    places: list[TensorLayout] = []  # of the arguments
-
-    def capture(signature: Signature, tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> ExecutionPath:
-        breaks = GraphBreaks(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
-        captured, answer = captured_model(
-            model, signature, places, options, training, breaks, has_fewer_rows, () if answers else counts
-        )
-        return ExecutionPath(captured, answer, () if breaks is None else breaks.found)
-
-    def capture_first(signature: Signature) -> ExecutionPath:
-        tensors = signature.check(args, kwargs)
-        places[:] = layouts_of(tensors, signature, batching)
-        return capture(signature, tensors, ())
-
-    signature, path = _hiding(
-        partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers), capture_first
-    )
+    captures = _Captures(model, options, batching, update is not None, has_fewer_rows, counts)
+    signature_of = partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers)
+    signature, path = _hiding(signature_of, partial(captures.first, args, kwargs))
     if not has_fewer_rows:
         signature.tell_of_dicts()
     _check_apart(model, path.captured, () if update is None else update.names)
     if path.breaks:
-        again = partial(capture, signature), partial(_capturing, model.attributes)
+        again = partial(captures.path, signature), partial(_capturing, model.attributes)
         of_parts = *again, path, signature, batching, options, read, seed
         return BrokenGraph(*of_parts) if update is None else TrainedBrokenGraph(*of_parts, update=update)
     return compile_captured(
@@ -121,6 +107,37 @@ def compiled_model(
         anchors=anchors,
         seed=seed,
     )
+
+
+@dataclass
+class _Captures:
+    """Captures of a model for one compilation; see `captured_model`. The first one decides the layouts of tensors."""
+
+    model: HostModel
+    options: Options
+    batching: Batching
+    training: bool
+    has_fewer_rows: bool
+    counts: Collection[str] | None
+    places: Sequence[TensorLayout] = ()
+
+    def first(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> ExecutionPath:
+        """Capture for the arguments of a call."""
+        tensors = signature.check(args, kwargs)
+        self.places = layouts_of(tensors, signature, self.batching)
+        return self.path(signature, tensors, ())
+
+    def path(self, signature: Signature, tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> ExecutionPath:
+        """Capture for given tensors, and results of the first graph breaks."""
+        micro_batches = self.batching.micro_batches * self.batching.groups.replicas
+        breaks = None
+        if self.options.kept_programs > 1:
+            breaks = GraphBreaks(tensors, answers, self.training, micro_batches)
+        counts = () if answers else self.counts
+        captured, answer = captured_model(
+            self.model, signature, self.places, self.options, self.training, breaks, self.has_fewer_rows, counts
+        )
+        return ExecutionPath(captured, answer, () if breaks is None else breaks.found)
 
 
 _MOST_LOOKS = 4

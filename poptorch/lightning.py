@@ -393,7 +393,7 @@ class IPUStrategy(SingleDeviceStrategy):
         if is_training and not trains:
             self._end_training()
             options = _without_optimizer(options)
-        (batch, *indices), calls = args, Batching.of(options, trains).factor
+        (batch, *indices), calls = args, Batching.from_options(options, trains).factor
         if not trains and any(t.shape[:1].numel() % calls for t in pytree.tree_leaves(batch) if _is_tensor(t)):
             options, calls = for_fewer_rows(options, Batching(1, 1, ReplicaGroups(1))), 1
         indices += kwargs.values()
@@ -411,7 +411,7 @@ class IPUStrategy(SingleDeviceStrategy):
             self._steps[key] = model, step
         model, step = self._steps[key]
         (self.training or model)._follow_host()
-        result = step.make_deferred(model(*inputs), Batching.of(options, trains), batch)
+        result = step.make_deferred(model(*inputs), Batching.from_options(options, trains), batch)
         if not is_training:
             return result
         return {**result, "loss": result["loss"].mean()} if isinstance(result, Mapping) else result.mean()
@@ -453,7 +453,7 @@ def _loader(loader: torch.utils.data.DataLoader[Any], options: Options, is_train
         loading["prefetch_factor"] = loader.prefetch_factor
     batches = loader.batch_sampler
     drops = is_training and (
-        Batching.of(options, is_training).factor > 1 or options.partial_batch is PartialBatch.Refuse
+        Batching.from_options(options, is_training).factor > 1 or options.partial_batch is PartialBatch.Refuse
     )
     if batches is not None and type(batches) is not BatchSampler:
         return DataLoader(options, loader.dataset, batch_sampler=batches, drop_last=drops, **loading)

@@ -15,7 +15,7 @@ from typing import Any
 
 from poptorch.base.logging_ import logger
 from poptorch.errors import Error
-from poptorch.placement.strategies import BlockId, Place, _IExecutionStrategy
+from poptorch.placement.strategies import BlockId, BlockPlacement, _IExecutionStrategy
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CaptureContext:
     def __init__(self, strategy: _IExecutionStrategy) -> None:
         self.overlaps = False
         self._strategy = strategy
-        self._places: dict[BlockId, Place] = {}  # of all blocks so far
+        self._places: dict[BlockId, BlockPlacement] = {}  # of all blocks so far
         self._block: BlockId | None = None  # the active block; None before the first
         self._active = True  # false after a block has ended
         self._open_blocks: list[BlockId] = []
@@ -75,7 +75,7 @@ class CaptureContext:
                 "No active Block: an operation is outside any block, after a `with poptorch.Block` has ended. Put all "
                 "operations that follow into blocks, or begin blocks that stay open with `poptorch.BeginBlock`."
             )
-        place = Place(0, 0, self._strategy.first_phase) if self._block is None else self._places[self._block]
+        place = BlockPlacement(0, 0, self._strategy.first_phase) if self._block is None else self._places[self._block]
         return Site(
             block=self._block,
             unit=place.unit,
@@ -106,7 +106,7 @@ class CaptureContext:
         block_id = str(self._next_id) if user_id is None else user_id
         known = self._places.get(block_id)
         if known is None or ipu_id is not None:
-            place = self._strategy.place(block_id, ipu_id, begun=len(self._places))
+            place = self._strategy.place_block(block_id, ipu_id, begun=len(self._places))
             if known is not None and known.unit != place.unit:
                 logger.warning(
                     "Block %r asks for unit %d and stays on unit %d: blocks with one id are one block.",

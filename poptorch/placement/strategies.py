@@ -30,7 +30,7 @@ BlockId = str
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockPlacement:
     """Block placement: unit, stage, and phase (in phased execution)."""
 
     unit: int
@@ -135,7 +135,7 @@ class _IExecutionStrategy(ABC):
     """Interface of all execution strategies."""
 
     @abstractmethod
-    def places(self) -> Iterator[tuple[BlockId, Stage, int, int | None]]:
+    def block_stages(self) -> Iterator[tuple[BlockId, Stage, int, int | None]]:
         """Listed blocks: block id, stage, stage number, phase number."""
 
     @property
@@ -149,12 +149,12 @@ class _IExecutionStrategy(ABC):
         Raises:
             AssertionError: if the strategy does not list the block.
         """
-        for listed, stage, _, _ in self.places():
+        for listed, stage, _, _ in self.block_stages():
             if listed == block_id:
                 return stage
         raise AssertionError(self._unknown(block_id))
 
-    def place(self, block_id: BlockId, ipu_id: int | None, begun: int) -> Place:
+    def place_block(self, block_id: BlockId, ipu_id: int | None, begun: int) -> BlockPlacement:
         """Placement of a block.
 
         Args:
@@ -165,17 +165,17 @@ class _IExecutionStrategy(ABC):
         Raises:
             AssertionError: if the strategy does not list the block, or needs a unit.
         """
-        for listed, stage, number, phase in self.places():
+        for listed, stage, number, phase in self.block_stages():
             if listed == block_id:
                 asked = ipu_id if stage.unit is None else stage.unit
-                return Place(self._default_unit(number, phase) if asked is None else asked, number, phase)
+                return BlockPlacement(self._default_unit(number, phase) if asked is None else asked, number, phase)
         raise AssertionError(self._unknown(block_id))
 
     def _default_unit(self, stage: int, phase: int | None) -> int:
         return stage
 
     def _unknown(self, block_id: BlockId) -> str:
-        known = ", ".join(repr(listed) for listed, *_ in self.places()) or "none"
+        known = ", ".join(repr(listed) for listed, *_ in self.block_stages()) or "none"
         return (
             f"Unknown Block {block_id!r}: {type(self).__name__} does not list it; it lists {known}. Add the block to "
             "one of its stages."
@@ -183,7 +183,7 @@ class _IExecutionStrategy(ABC):
 
     def _check_listed_once(self) -> None:
         seen: dict[BlockId, Stage] = {}
-        for block_id, stage, _, _ in self.places():
+        for block_id, stage, _, _ in self.block_stages():
             if block_id in seen:
                 raise AssertionError(
                     f"{type(self).__name__}: block {block_id!r} is in {seen[block_id]} and in {stage}; expected it in "
@@ -236,23 +236,23 @@ class PipelinedExecution(_IExecutionStrategy):
             "blocks, or lists of ids."
         )
 
-    def places(self) -> Iterator[tuple[BlockId, Stage, int, int | None]]:
+    def block_stages(self) -> Iterator[tuple[BlockId, Stage, int, int | None]]:
         for number, stage in enumerate(self.stages):
             for block_id in stage.blocks:
                 yield block_id, stage, number, None
 
-    def place(self, block_id: BlockId, ipu_id: int | None, begun: int) -> Place:
+    def place_block(self, block_id: BlockId, ipu_id: int | None, begun: int) -> BlockPlacement:
         if self.auto_stage is None:
-            return super().place(block_id, ipu_id, begun)
+            return super().place_block(block_id, ipu_id, begun)
         if self.auto_stage is AutoStage.AutoIncrement:
             stage = begun + 1  # ops before any block are in stage 0
-            return Place(stage if ipu_id is None else ipu_id, stage)
+            return BlockPlacement(stage if ipu_id is None else ipu_id, stage)
         if ipu_id is None:
             raise AssertionError(
                 f"Block {block_id!r} has no `ipu_id`, and poptorch.AutoStage.SameAsIpu needs one for every block. Give "
                 "it one, or list the blocks: `options.setExecutionStrategy(poptorch.PipelinedExecution(...))`."
             )
-        return Place(ipu_id, ipu_id)
+        return BlockPlacement(ipu_id, ipu_id)
 
     def backendOptions(self) -> dict[str, Any]:
         return {"execution_mode": "pipelined"}
@@ -312,7 +312,7 @@ class _IPhasedExecution(_IExecutionStrategy):
             "list of stages or ids."
         )
 
-    def places(self) -> Iterator[tuple[BlockId, Stage, int, int | None]]:
+    def block_stages(self) -> Iterator[tuple[BlockId, Stage, int, int | None]]:
         for phase_number, phase in enumerate(self.phases):
             for number, stage in enumerate(phase.stages):
                 for block_id in stage.blocks:

@@ -42,7 +42,7 @@ class Batching:
     groups: ReplicaGroups
 
     @classmethod
-    def of(cls, options: Options, training: bool) -> Batching:
+    def from_options(cls, options: Options, training: bool) -> Batching:
         """Batching specified by options."""
         accumulation = options.Training.gradient_accumulation if training else 1
         return cls(options.device_iterations, accumulation, options.input_groups)

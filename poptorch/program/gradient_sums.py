@@ -10,7 +10,7 @@ from poptorch.lowering.operands import cast_like
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.program.model_graph import TURN
-from poptorch.program.passes import Given
+from poptorch.program.passes import InputMaker
 from poptorch.program.storage import Storage, Stored
 from poptorch.program.updates import Update
 from popxl import ops
@@ -62,7 +62,7 @@ class GradientSums:
             return None
         return training.mean_accumulation_and_replication_reduction_strategy
 
-    def add_off_chip(self, name: str, gradient: popxl.Tensor, given: Given) -> None:
+    def add_off_chip(self, name: str, gradient: popxl.Tensor, given: InputMaker) -> None:
         """Accumulate a gradient within the backward pass."""
         with popxl.in_sequence():
             self.add(name, gradient, self.step_number(given(TURN, popxl.TensorSpec((1,), popxl.int32))), None)
@@ -104,7 +104,7 @@ class GradientSums:
             MeanReductionStrategy.Post: accumulation * replicas,
             MeanReductionStrategy.PostAndLoss: accumulation,
         }[strategy]
-        pieces, group = self._update.pieces(name, self._weights[name]), self._groupings.get(name)
+        pieces, group = self._update.shard_group(name, self._weights[name]), self._groupings.get(name)
         if given is not None:
             gradient = gradient if pieces is not None else gather_replica_sharded_tensor(gradient, replica_group=given)
         elif pieces is not None:

@@ -58,7 +58,7 @@ class Hyperparameters:
         """Whether a hyperparameter is a program input."""
         return key in self._variable
 
-    def at(self, key: Key, values: np.ndarray) -> float:
+    def value(self, key: Key, values: np.ndarray) -> float:
         """One hyperparameter's value, given the variable ones."""
         return float(values[self._variable.index(key)] if key in self._variable else self.constants[key])
 
@@ -92,7 +92,7 @@ class Hyperparameters:
                 raise _constant_error(key, self.constants[key], value, optimizer)
         return np.array([numbers[key] for key in self._variable], np.float32)
 
-    def read(self, key: Key, values: popxl.Tensor | None) -> Any:
+    def operand(self, key: Key, values: popxl.Tensor | None) -> Any:
         """Hyperparameter: an element of the value vector, or a constant."""
         if key not in self._variable:
             return self.constants[key]

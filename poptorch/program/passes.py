@@ -31,7 +31,7 @@ Values = Mapping[popxl.Tensor, popxl.Tensor]
 START = "//start"
 """Name of the gradient of the loss."""
 
-Given = Callable[[str, popxl.TensorSpec], popxl.Tensor]
+InputMaker = Callable[[str, popxl.TensorSpec], popxl.Tensor]
 """What gives a graph an input for a tensor of the caller, by its name."""
 
 
@@ -64,7 +64,7 @@ class Phases:
         return self.liveness is not Liveness.AlwaysLive
 
     @property
-    def shared(self) -> int | None:
+    def shared_phase(self) -> int | None:
         """Forward phase in which the backward pass begins; `None` for a separate phase."""
         return None if self.separate else max(self.of.values(), default=None)
 
@@ -85,7 +85,7 @@ class _Pass:
     graph: popxl.Graph
     needs: dict[popxl.Tensor, Key]
 
-    def given(self, name: str, spec: popxl.TensorSpec) -> popxl.Tensor:
+    def input_named(self, name: str, spec: popxl.TensorSpec) -> popxl.Tensor:
         """Get or create the input for a tensor of the caller, by name."""
         for t, key in self.needs.items():
             if key == name:
@@ -115,7 +115,7 @@ class Passes:
         gradient: GradGraphInfo | None,
         weights: Mapping[popxl.Tensor, Weight],
         leaving: Collection[popxl.Tensor] = (),
-        accumulated: Mapping[popxl.Tensor, Sequence[Callable[[popxl.Tensor, Given], None]]] = MappingProxyType({}),
+        accumulated: Mapping[popxl.Tensor, Sequence[Callable[[popxl.Tensor, InputMaker], None]]] = MappingProxyType({}),
         phases: Phases | None = None,
     ) -> None:
         self._weights, self._phases = weights, phases
@@ -186,7 +186,7 @@ class Passes:
         graph: popxl.Graph,
         read: Mapping[popxl.Tensor, popxl.Tensor],
         leaving: Collection[popxl.Tensor],
-        accumulated: Mapping[popxl.Tensor, Sequence[Callable[[popxl.Tensor, Given], None]]],
+        accumulated: Mapping[popxl.Tensor, Sequence[Callable[[popxl.Tensor, InputMaker], None]]],
     ) -> None:
         copy = graph.ir.create_gradient_graph(self._forward.graph)
         copy.gradient_of = self._forward.graph
@@ -208,7 +208,7 @@ class Passes:
         def accumulate(t: popxl.Tensor) -> Callable[[popxl.Tensor], popxl.Tensor]:
             def take(gradient: popxl.Tensor) -> popxl.Tensor:
                 for each in accumulated[t]:
-                    each(gradient, made.given)
+                    each(gradient, made.input_named)
                 return gradient
 
             return take
@@ -229,8 +229,8 @@ class Passes:
 
         def fetch(after: popxl.Tensor | None) -> popxl.Tensor:
             if stored.buffer is not None:  # the runtime overlaps loads with earlier ops
-                return stored.whole(stored.load(None, None if self._overlaps else after))
-            return stored.whole(stored.load(made.given(weight.name, stored.kept), after))
+                return stored.gather(stored.load(None, None if self._overlaps else after))
+            return stored.gather(stored.load(made.input_named(weight.name, stored.local_spec), after))
 
         return fetch
 
@@ -240,7 +240,7 @@ class Passes:
 
     def _stays(self, t: popxl.Tensor) -> bool:
         """Whether the backward pass starts with a weight still on the device."""
-        return self._phases is not None and self._phases.shared in self._readers.get(t, ())
+        return self._phases is not None and self._phases.shared_phase in self._readers.get(t, ())
 
 
 def _reload(made: _Pass, activation: popxl.Tensor) -> Callable[[popxl.Tensor | None], popxl.Tensor]:

@@ -237,7 +237,7 @@ class Program:
             for t in read
             if t.producer is not None
             and t not in wanted
-            and not (phases is not None and phases.of.get(t.producer) == phases.shared)
+            and not (phases is not None and phases.of.get(t.producer) == phases.shared_phase)
             and is_off_chip(location, t.nelms, phases is not None and phases.leave)
         ]
 
@@ -270,7 +270,7 @@ class Program:
         if accumulation > 1:
             sums: Tensors = {}
             for name, stored in self._sums.accumulators.items():
-                spec = stored.kept
+                spec = stored.local_spec
                 zeros = ops.init(spec.shape, spec.dtype, f"Accum___{name}", "zero", spec.meta_shape)
                 if stored.buffer is None:
                     sums[f"//sum/{name}"] = zeros
@@ -303,7 +303,7 @@ class Program:
         """Store updated parameters as results."""
         for number, result in enumerate(self._returned):
             if (name := result.updated) is not None:
-                t = self._weights[name].take(tensors.get(name), None)
+                t = self._weights[name].load_for_update(tensors.get(name), None)
                 if TURN not in tensors:
                     results[number] = t
                     continue

@@ -37,7 +37,7 @@ Key = tuple[int | None, str]  # group (or `None` for the whole optimiser) and na
 
 
 @dataclass(frozen=True)
-class Kept:
+class StateSpec:
     """Optimiser state tensor, one per parameter.
 
     Attributes:
@@ -78,7 +78,7 @@ class Rule:
         self,
         name: str,
         formula: Callable[..., tuple[Array | None, ...]],
-        *kept: Kept,
+        *state_specs: StateSpec,
         counts: bool = True,
         count_needs: str = "",
         elementwise: bool = True,
@@ -86,15 +86,15 @@ class Rule:
     ) -> None:
         self.name = name
         self.elementwise = elementwise
-        self.kept = kept
+        self.state_specs = state_specs
         self.counts = counts
         self.count_needs = count_needs
-        tensors = ("w", *(k.operand for k in kept))
+        tensors = ("w", *(k.operand for k in state_specs))
         parameters = inspect.signature(formula).parameters
         self.takes_count = "t" in parameters
         self.numbers = {p.name: p.default for p in parameters.values() if p.name not in {*tensors, "g", "t"}}
         self.numbers |= {"maximize": False, **defaults}
-        self.others = {k.start: 0.0 for k in kept if isinstance(k.start, str) and k.start not in self.numbers}
+        self.others = {k.start: 0.0 for k in state_specs if isinstance(k.start, str) and k.start not in self.numbers}
         changed = tuple(p for p in parameters if p in tensors)
         self.step = op_kind(
             name,
@@ -152,19 +152,19 @@ def _no_result(w: Any, g: Any, *others: Any, **fixed: Any) -> tuple[popxl.Tensor
 
 
 _FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accum_type"
-_MOMENTS = (Kept("m", "Accl1", "exp_avg", _FIRST), Kept("v", "Accl2", "exp_avg_sq", _SECOND))
-_LARGEST = Kept("largest", "Accl3", "max_exp_avg_sq", _SECOND, needs="amsgrad")
+_MOMENTS = (StateSpec("m", "Accl1", "exp_avg", _FIRST), StateSpec("v", "Accl2", "exp_avg_sq", _SECOND))
+_LARGEST = StateSpec("largest", "Accl3", "max_exp_avg_sq", _SECOND, needs="amsgrad")
 
-VELOCITY = Kept("v", "Accl1", "momentum_buffer", "velocity_accum_type", needs="momentum")
+VELOCITY = StateSpec("v", "Accl1", "momentum_buffer", "velocity_accum_type", needs="momentum")
 
 SGD = Rule("SGD", sgd, VELOCITY, counts=False)
 _LAMB = Rule("LAMB", lamb, *_MOMENTS, elementwise=False)
 _RMSPROP = Rule(
     "RMSprop",
     rmsprop,
-    Kept("s", "Accl1", "square_avg", _SECOND, start="use_tf_variant"),
-    Kept("a", "Accl2", "grad_avg", _FIRST, needs="centered"),
-    Kept("b", "Accl3", "momentum_buffer", _FIRST, needs="momentum"),
+    StateSpec("s", "Accl1", "square_avg", _SECOND, start="use_tf_variant"),
+    StateSpec("a", "Accl2", "grad_avg", _FIRST, needs="centered"),
+    StateSpec("b", "Accl3", "momentum_buffer", _FIRST, needs="momentum"),
 )
 RULES: dict[type, Rule] = {
     torch.optim.SGD: SGD,
@@ -175,15 +175,18 @@ RULES: dict[type, Rule] = {
     torch.optim.Adagrad: Rule(
         "Adagrad",
         adagrad,
-        Kept("s", "Accl1", "sum", _SECOND, start="initial_accumulator_value"),
+        StateSpec("s", "Accl1", "sum", _SECOND, start="initial_accumulator_value"),
         count_needs="lr_decay",
     ),
     torch.optim.Adadelta: Rule(
-        "Adadelta", adadelta, Kept("s", "Accl1", "square_avg", _SECOND), Kept("a", "Accl2", "acc_delta", _SECOND)
+        "Adadelta",
+        adadelta,
+        StateSpec("s", "Accl1", "square_avg", _SECOND),
+        StateSpec("a", "Accl2", "acc_delta", _SECOND),
     ),
-    torch.optim.Adamax: Rule("Adamax", adamax, _MOMENTS[0], Kept("u", "Accl2", "exp_inf", _SECOND)),
+    torch.optim.Adamax: Rule("Adamax", adamax, _MOMENTS[0], StateSpec("u", "Accl2", "exp_inf", _SECOND)),
     torch.optim.NAdam: Rule(
-        "NAdam", nadam, *_MOMENTS, Kept("p", "Accl3", "mu_product", _FIRST, start=1.0, single=True)
+        "NAdam", nadam, *_MOMENTS, StateSpec("p", "Accl3", "mu_product", _FIRST, start=1.0, single=True)
     ),
     torch.optim.RAdam: Rule("RAdam", radam, *_MOMENTS),
 }

@@ -18,7 +18,7 @@ from poptorch.base.dtypes import device_dtype, from_numpy
 from poptorch.base.logging_ import logger
 from poptorch.errors import createPoptorchError
 from poptorch.program.hyperparameters import RECOMPILE, Hyperparameters
-from poptorch.program.rules import VELOCITY, WHOLE, Kept, Key, Rule
+from poptorch.program.rules import VELOCITY, WHOLE, Key, Rule, StateSpec
 
 STEP = "Step"
 """Name of the step count in the state; `Step___<parameter>` for a parameter with its own count."""
@@ -93,7 +93,7 @@ class StateLayout:
         found: dict[str, dict[str, torch.Tensor]] = {}
         for name in self.group_of:
             own = {}
-            for kept in self._rule.kept:
+            for kept in self._rule.state_specs:
                 if (t := state.get(f"{kept.name}___{name}")) is not None:
                     wide = t if kept.single else t.to(torch.promote_types(t.dtype, parameters[name].dtype))
                     scale = self._state_scale(kept, name, values)
@@ -125,19 +125,19 @@ class StateLayout:
         unknown: set[str] = set()
         for name in self.group_of:
             own = state.get(parameters[name], {})
-            kept_here = [kept for kept in self._rule.kept if f"{kept.name}___{name}" in found]
+            kept_here = [kept for kept in self._rule.state_specs if f"{kept.name}___{name}" in found]
             for kept in kept_here:
                 if isinstance(t := own.get(kept.torch_name), torch.Tensor):
                     scale = self._state_scale(kept, name, values)
                     found[f"{kept.name}___{name}"] = t if scale == 1 else t * scale
             if kept_here:
                 steps.setdefault(self.counts[name], {})[name] = float(own.get("step", 0))
-            unknown |= own.keys() - {"step", *(kept.torch_name for kept in self._rule.kept)}
+            unknown |= own.keys() - {"step", *(kept.torch_name for kept in self._rule.state_specs)}
         if unknown:
             logger.warning("Ignoring optimizer state that the program does not have: %s", ", ".join(sorted(unknown)))
         return found | self._shared_counters(steps)
 
-    def counted(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def convert_counters(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert step counts of a program state to this program's counters, which may be shared differently.
 
         Raises:
@@ -146,7 +146,7 @@ class StateLayout:
         steps: dict[str, dict[str, float]] = {}
         for name, count in self.counts.items():
             own = state.get(f"{STEP}___{name}", state.get(STEP))
-            if own is not None and any(f"{kept.name}___{name}" in state for kept in self._rule.kept):
+            if own is not None and any(f"{kept.name}___{name}" in state for kept in self._rule.state_specs):
                 steps.setdefault(count, {})[name] = float(own)
         others = {name: t for name, t in state.items() if not name.startswith(f"{STEP}___")}
         return others | self._shared_counters(steps)
@@ -177,12 +177,12 @@ class StateLayout:
         makes_none = needs and not any(numbers.is_variable(key) or numbers.constants[key] for key in keys)
         return self._rule.takes_count and not makes_none
 
-    def _state_scale(self, kept: Kept, parameter: str, values: np.ndarray) -> float:
+    def _state_scale(self, kept: StateSpec, parameter: str, values: np.ndarray) -> float:
         """Scale factor of program state: velocities may have their own scale."""
         if kept is not VELOCITY:
             return 1.0
         key = self.key(parameter, "velocity_scaling")
-        return self._hyperparameters.at(key, values)
+        return self._hyperparameters.value(key, values)
 
     # Contents -------------------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class StateLayout:
         """Optimiser state of one parameter."""
         constants = self._hyperparameters.constants
         combined = constants[None, "use_combined_accum"]
-        for kept in self._rule.kept:
+        for kept in self._rule.state_specs:
             needs = self.key(name, kept.needs)
             if kept.needs and not self._hyperparameters.is_variable(needs) and not constants[needs]:
                 continue

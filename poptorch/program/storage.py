@@ -42,7 +42,7 @@ class Stored:
     group: popxl.ReplicaGrouping | None = None
 
     @property
-    def kept(self) -> popxl.TensorSpec:
+    def local_spec(self) -> popxl.TensorSpec:
         """Shape and dtype stored by each replica: the whole tensor, or a shard."""
         if self.group is None:
             return self.spec
@@ -67,7 +67,7 @@ class Stored:
         slot = popxl.constant(self.slot, popxl.uint32, "slot")
         return ops.remote_load(self.buffer, slot if after is None else ops.available_after(slot, after))
 
-    def whole(self, t: popxl.Tensor) -> popxl.Tensor:
+    def gather(self, t: popxl.Tensor) -> popxl.Tensor:
         """Whole tensor from a loaded one."""
         return t if self.group is None else gather_replica_sharded_tensor(t, replica_group=self.group)
 
@@ -78,15 +78,15 @@ class Stored:
         elif held is not None and t is not held:
             ops.var_updates.copy_var_update_(held, t)
 
-    def take(self, held: popxl.Tensor | None, group: popxl.ReplicaGrouping | None) -> popxl.Tensor:
+    def load_for_update(self, held: popxl.Tensor | None, group: popxl.ReplicaGrouping | None) -> popxl.Tensor:
         """Load the tensor for an update: whole, or this replica's shard within `group`. Scalars stay whole."""
         t = self.load(held)
         if group is None:
-            return self.whole(t)
+            return self.gather(t)
         return ops.collectives.replica_sharded_slice(t, group) if self.group is None and self.spec.shape else t
 
-    def put(self, t: popxl.Tensor, held: popxl.Tensor | None, group: popxl.ReplicaGrouping | None) -> None:
-        """Store an updated tensor from `take`."""
+    def store_updated(self, t: popxl.Tensor, held: popxl.Tensor | None, group: popxl.ReplicaGrouping | None) -> None:
+        """Store an updated tensor from `load_for_update`."""
         if group is None and self.group is not None:
             t = ops.collectives.replica_sharded_slice(t, self.group)
         elif group is not None and self.group is None:

@@ -155,7 +155,7 @@ class Update:
 
     # On the host ----------------------------------------------------------------------------------------------------
 
-    def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
+    def matches(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimiser matches the compiled optimiser's rule."""
         return rule_of(optimizer) is self._rule
 
@@ -201,9 +201,12 @@ class Update:
         }
         return {name: stored.variable for name, stored in self.stored.items() if stored.variable is not None}
 
-    def pieces(self, name: str, parameter: Stored) -> popxl.ReplicaGrouping | None:
+    def shard_group(self, name: str, parameter: Stored) -> popxl.ReplicaGrouping | None:
         """Replica group whose members each update a shard of a parameter; `None` for whole updates."""
-        kept = [parameter, *(s for k in self._rule.kept if (s := self.stored.get(f"{k.name}___{name}")) is not None)]
+        kept = [
+            parameter,
+            *(s for k in self._rule.state_specs if (s := self.stored.get(f"{k.name}___{name}")) is not None),
+        ]
         return next((s.group for s in kept if s.group is not None), None) if self._rule.elementwise else None
 
     def loss_scale(self, values: popxl.Tensor | None, state: Tensors) -> float | popxl.Tensor:
@@ -213,7 +216,7 @@ class Update:
             values: the vector of numbers, in the current graph.
             state: state of the optimiser by name, in the current graph.
         """
-        scale = self.hyperparameters.read((None, "loss_scaling"), values)
+        scale = self.hyperparameters.operand((None, "loss_scaling"), values)
         return state[LOSS_SCALE_FACTOR] * scale if self._automatic else scale
 
     def largest(self, gradients: Tensors, pieces: Container[str] = ()) -> popxl.Tensor:
@@ -257,9 +260,9 @@ class Update:
         if not names:
             return
         places = {name: stored[name] if name in stored else Stored(parameters[name].spec) for name in names}
-        pieces = {name for name in names if self.pieces(name, places[name]) is not None}
+        pieces = {name for name in names if self.shard_group(name, places[name]) is not None}
         with popxl.in_sequence():
-            read = functools.cache(lambda key: self.hyperparameters.read(key, values))
+            read = functools.cache(lambda key: self.hyperparameters.operand(key, values))
             limit = read((None, "max_grad_norm"))
             clipped = {n: gradients[n] for n in names} if isinstance(limit, popxl.Tensor) or limit < math.inf else {}
             scale = self._gradient_scale(clipped, limit, self.loss_scale(values, state), pieces)
@@ -287,19 +290,21 @@ class Update:
         stored: Stored,
     ) -> None:
         """Add the update op of one parameter."""
-        kept = {k.operand: f"{k.name}___{name}" for k in self._rule.kept}
+        kept = {k.operand: f"{k.name}___{name}" for k in self._rule.state_specs}
         places = {operand: self.stored[full] for operand, full in kept.items() if full in self.stored}
         places["w"] = stored
         held = {operand: parameter if operand == "w" else state.get(kept[operand]) for operand in places}
-        group = self.pieces(name, stored)
-        taken: dict[str, Any] = {operand: place.take(held[operand], group) for operand, place in places.items()}
+        group = self.shard_group(name, stored)
+        taken: dict[str, Any] = {
+            operand: place.load_for_update(held[operand], group) for operand, place in places.items()
+        }
         others: dict[str, Any] = {operand: taken.get(operand) for operand in kept}
         others |= {number: read(self.layout.key(name, number)) for number in self._rule.numbers}
         if self._rule.takes_count:
             others["t"] = state[self.layout.counts[name]]
         self._rule.step(taken["w"], gradient, **others, scale=scale)
         for operand, place in places.items():
-            place.put(taken[operand], held[operand], group)
+            place.store_updated(taken[operand], held[operand], group)
 
     def _gradient_scale(
         self,

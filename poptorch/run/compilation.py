@@ -82,7 +82,7 @@ def compiled_model(
     if trainer is not None:
         update = trainer.update if has_fewer_rows else trainer.prepare(model.tensors(), options, groupings)
     anchors = _anchors(options, trainer.names() if trainer is not None else ())
-    batching = Batching.of(options, update is not None)
+    batching = Batching.from_options(options, update is not None)
     seed = options.random_seed if options.random_seed is not None else secrets.randbits(31)
     captures = _Captures(model, options, batching, update is not None, has_fewer_rows, counts)
     signature_of = partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers)

@@ -452,7 +452,7 @@ class Saved:
                 raise createPoptorchError(f"{self._name} holds no program that can be run here: {problem}") from problem
         compiled = Compiled(
             Signature(forward, self._args, self._kwargs),
-            Batching.of(options, self.training),
+            Batching.from_options(options, self.training),
             structure_of(self._result, "result"),
             {i: self._tensors[f"constants/{i}"] for i in call.constants},
             [Result(*each) for each in call.results],

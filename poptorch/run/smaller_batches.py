@@ -54,7 +54,7 @@ class SmallerBatches:
 
     def __init__(self, whole: Program, forward: Callable[..., Any], options: Options, training: bool) -> None:
         self._whole, self._forward, self._options, self._training = whole, forward, options, training
-        self._batching = Batching.of(options, training)
+        self._batching = Batching.from_options(options, training)
         self._programs: list[Program] = []  # that used last is the last
         self._versions: dict[int, int] = {}  # versions of the values that each of them has received
         self._has_warned = False

@@ -145,7 +145,7 @@ class Trainer:
         Raises:
             poptorch.Error: if the optimiser trains nothing of the model.
         """
-        if self.update is None or not self.update.is_of(optimizer) or self._is_copy(optimizer):
+        if self.update is None or not self.update.matches(optimizer) or self._is_copy(optimizer):
             return ""
         expected, found = self.update.group_of, self._groups(optimizer)
         if found == expected and len(optimizer.param_groups) == self.update.hyperparameters.groups:
@@ -364,7 +364,7 @@ class Trainer:
             poptorch.Error: for state whose shape differs from the program's.
         """
         assert self._compiled is not None and self.update is not None
-        state = self.update.layout.counted(self.device.content["ipu_state"] or {})
+        state = self.update.layout.convert_counters(self.device.content["ipu_state"] or {})
         variables = self._compiled.io.state
         if unknown := sorted(state.keys() - variables.keys()):
             logger.warning("Ignoring optimizer state that the program does not have: %s", ", ".join(unknown))

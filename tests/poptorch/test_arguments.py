@@ -406,9 +406,9 @@ def test_rows_that_cannot_be_dealt(rows):
 def test_batching_of_options():
     options = Options().deviceIterations(2).replicationFactor(6)
     options.inputReplicaGrouping(3, CommGroupType.Orthogonal).Training.gradientAccumulation(5)
-    assert Batching.of(options, training=True) == Batching(2, 5, ReplicaGroups(6, 3, 2))
-    assert Batching.of(options, training=False).gradient_accumulation == 1
-    assert Batching.of(options, training=True).factor == 20
+    assert Batching.from_options(options, training=True) == Batching(2, 5, ReplicaGroups(6, 3, 2))
+    assert Batching.from_options(options, training=False).gradient_accumulation == 1
+    assert Batching.from_options(options, training=True).factor == 20
 
 
 @pytest.mark.parametrize("D, G, R, B", [(2, 3, 4, 5), (1, 3, 2, 1), (2, 1, 1, 3), (1, 1, 2, 2), (1, 1, 1, 4)])

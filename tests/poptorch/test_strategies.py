@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 
 from poptorch.enums import AutoStage, Liveness
 from poptorch.placement.strategies import (
+    BlockPlacement,
     ParallelPhasedExecution,
     Phase,
     PipelinedExecution,
-    Place,
     SerialPhasedExecution,
     ShardedExecution,
     Stage,
@@ -46,8 +46,15 @@ def test_phase() -> None:
 def test_pipelines(strategy: type[PipelinedExecution]) -> None:
     given = strategy(Stage("A", "B").ipu(5), "C", ["D", "E"])
     assert [given.stage(block).blocks for block in "AC"] == [["A", "B"], ["C"]]
-    places = {block: given.place(block, asked, 0) for block, asked in [("A", 1), ("B", None), ("C", 7), ("D", None)]}
-    assert places == {"A": Place(5, 0), "B": Place(5, 0), "C": Place(7, 1), "D": Place(2, 2)}
+    places = {
+        block: given.place_block(block, asked, 0) for block, asked in [("A", 1), ("B", None), ("C", 7), ("D", None)]
+    }
+    assert places == {
+        "A": BlockPlacement(5, 0),
+        "B": BlockPlacement(5, 0),
+        "C": BlockPlacement(7, 1),
+        "D": BlockPlacement(2, 2),
+    }
     assert repr(strategy([Stage("A"), Stage("B")])) == f"{strategy.__name__}(Stage('A'), Stage('B'))"
     assert [stage.blocks for stage in strategy(["A", "B"]).stages] == [["A", "B"]], "one list of ids is one stage"
 
@@ -55,10 +62,10 @@ def test_pipelines(strategy: type[PipelinedExecution]) -> None:
 @pytest.mark.parametrize("strategy", PIPELINES)
 def test_automatic_stages(strategy: type[PipelinedExecution]) -> None:
     assert strategy().auto_stage is AutoStage.SameAsIpu and strategy().stages == []
-    assert strategy().place("A", 2, begun=7) == Place(2, 2)
+    assert strategy().place_block("A", 2, begun=7) == BlockPlacement(2, 2)
     counted = strategy(AutoStage.AutoIncrement)
-    assert counted.place("A", 0, begun=0) == Place(0, 1)
-    assert counted.place("B", None, begun=1) == Place(2, 2)
+    assert counted.place_block("A", 0, begun=0) == BlockPlacement(0, 1)
+    assert counted.place_block("B", None, begun=1) == BlockPlacement(2, 2)
 
 
 @pytest.mark.parametrize("strategy", PHASED)
@@ -84,21 +91,21 @@ def test_phased(strategy: Callable[..., Any], phases: tuple[Any, ...]) -> None:
 def test_stages_and_ids_are_phases(strategy: Callable[..., Any]) -> None:
     given = strategy("A", Stage("B", "C").ipu(2), ["D"])
     assert [[stage.blocks for stage in phase.stages] for phase in given.phases] == [[["A"]], [["B", "C"]], [["D"]]]
-    assert given.place("C", None, 0) == Place(2, 0, 1)
+    assert given.place_block("C", None, 0) == BlockPlacement(2, 0, 1)
 
 
 def test_the_units_of_phases() -> None:
     serial = SerialPhasedExecution(Phase(Stage("A"), Stage("B")), Phase(Stage("C"), Stage("D")))
-    assert [serial.place(block, None, 0) for block in "ABCD"] == [
-        Place(0, 0, 0),
-        Place(1, 1, 0),
-        Place(0, 0, 1),
-        Place(1, 1, 1),
+    assert [serial.place_block(block, None, 0) for block in "ABCD"] == [
+        BlockPlacement(0, 0, 0),
+        BlockPlacement(1, 1, 0),
+        BlockPlacement(0, 0, 1),
+        BlockPlacement(1, 1, 1),
     ]
     serial.phase(1).ipus(3, 2)
-    assert [serial.place(block, 9, 0).unit for block in "ABCD"] == [9, 9, 3, 2]
+    assert [serial.place_block(block, 9, 0).unit for block in "ABCD"] == [9, 9, 3, 2]
     parallel = ParallelPhasedExecution(Phase(Stage("A"), Stage("B")), Phase(Stage("C"), Stage("D")))
-    assert [parallel.place(block, None, 0).unit for block in "ABCD"] == [0, 2, 1, 3]
+    assert [parallel.place_block(block, None, 0).unit for block in "ABCD"] == [0, 2, 1, 3]
 
 
 def test_liveness() -> None:
@@ -125,12 +132,15 @@ def test_liveness() -> None:
             lambda: PipelinedExecution("A").stage("B"),
             "Unknown Block 'B': PipelinedExecution does not list it; it lists 'A'",
         ),
-        (lambda: PipelinedExecution("A").place("B", 0, 0), "Unknown Block 'B'"),
+        (lambda: PipelinedExecution("A").place_block("B", 0, 0), "Unknown Block 'B'"),
         (
             lambda: PipelinedExecution().stage("B"),
             "Unknown Block 'B': PipelinedExecution does not list it; it lists none",
         ),
-        (lambda: ShardedExecution().place("B", None, 0), "Block 'B' has no `ipu_id`, and poptorch.AutoStage.SameAsIpu"),
+        (
+            lambda: ShardedExecution().place_block("B", None, 0),
+            "Block 'B' has no `ipu_id`, and poptorch.AutoStage.SameAsIpu",
+        ),
         (lambda: SerialPhasedExecution(), "SerialPhasedExecution: there are no phases"),
         (lambda: ParallelPhasedExecution([]), "ParallelPhasedExecution: there are no phases"),
         (lambda: SerialPhasedExecution(1), "SerialPhasedExecution: 1 is no phase; expected a `Phase`"),

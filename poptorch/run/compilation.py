@@ -84,7 +84,7 @@ def compiled_model(
     anchors = _anchors(options, trainer.names() if trainer is not None else ())
     batching = Batching.from_options(options, update is not None)
     seed = options.random_seed if options.random_seed is not None else secrets.randbits(31)
-    captures = _Captures(model, options, batching, update is not None, has_fewer_rows, counts)
+    captures = _ModelCaptures(model, options, batching, update is not None, has_fewer_rows, counts)
     signature_of = partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers)
     signature, path = _hiding(signature_of, partial(captures.first, args, kwargs))
     if not has_fewer_rows:
@@ -110,7 +110,7 @@ def compiled_model(
 
 
 @dataclass
-class _Captures:
+class _ModelCaptures:
     """Captures of a model for one compilation; see `captured_model`. The first one decides the layouts of tensors."""
 
     model: HostModel

@@ -202,11 +202,7 @@ class Ir(NotCopyable):
         return self._axes
 
     def checked_axes(self, what: str) -> Axes | None:
-        """Named axes, if any. Raises `ValueError` after changes of the replica count.
-
-        Args:
-            what: name of the caller, for the error.
-        """
+        """Named axes, if any. Raises `ValueError` after changes of the replica count."""
         if self._axes is not None and self._axes.count != self.replication_factor:
             raise ValueError(
                 f"{what}: the Ir has {self.replication_factor} replicas, and its axes {self._axes} have "

@@ -205,7 +205,6 @@ def grouping_along(ir: "Ir", names: Sequence[str], what: str = "grouping") -> Re
     Args:
         ir: Ir of the replicas; held weakly.
         names: some of its axes.
-        what: name of the caller, for errors.
 
     Raises:
         ValueError: if the Ir has no such axes, an axis is named twice or none is, or the number of replicas has been

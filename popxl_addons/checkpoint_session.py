@@ -340,7 +340,6 @@ class CheckpointSession(popxl.Session):
         The block fills the payload of its process. Those of all are in the list, once the block has ended.
 
         Args:
-            what: description of the barrier.
             together: whether the program has several processes.
             otherwise: description of the state after an error in another process.
         """

@@ -92,8 +92,6 @@ class ShardWriter:
 
     Args:
         directory: the draft of the checkpoint, which the first process has made.
-        number: index of this process, from 0.
-        store: key-value store that they share.
     """
 
     def __init__(self, directory: Path, number: int, count: int, store: KeyValueStore) -> None:

@@ -28,7 +28,6 @@ def match_state(
     """Match arrays with variables by name.
 
     Args:
-        what: the call, for messages.
         source: the kind of the array's source, for messages.
         report_missing: as for `TaskSession.load_checkpoint`; with ``"error"``, missing names raise.
         differences: further differences, which are reported with the missing names.

@@ -26,11 +26,7 @@ MOST_SECONDS = 1.5
 
 
 def calibrate(path: Path) -> Page:
-    """Measure the first local device, and write its figures to a file, which `POPXL_CHIP` names.
-
-    Returns:
-        The measured figures.
-    """
+    """Measure the first local device; returns its figures, and writes them to a file, which `POPXL_CHIP` names."""
     device = jax.local_devices()[0]
     known = of_device(device.device_kind)
     products = {size: _product_rate(size) for size in _SIZES}

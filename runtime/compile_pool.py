@@ -72,9 +72,6 @@ class CompilePool:
     Its threads have the context variables and the JAX settings of the thread that makes the pool. The end of the block
     does not wait: jobs that have not begun are cancelled.
 
-    Args:
-        count: the maximum number of threads.
-
     Example:
         >>> with CompilePool(2) as pool:
         ...     futures = [pool.submit(lambda n=n: n * n) for n in range(3)]

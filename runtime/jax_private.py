@@ -180,8 +180,6 @@ def loaded(found: Contents, content: bytes, into: Any, out_of: Any) -> Any:
 
     Args:
         content: XLA's serialization.
-        into: the tree of its arguments.
-        out_of: the tree of its results.
     """
     devices = list(found.devices)
     used = [i for i, (_, sharding) in enumerate(found.arguments) if sharding is not None]

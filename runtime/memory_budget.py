@@ -193,7 +193,6 @@ def plan_within(compiled: Callable[[Any], Compiled], budget: int, told: Callable
 
     Args:
         compiled: function that builds a program with a plan or policy, and compiles it.
-        budget: bytes of a device.
         told: function called with a line after each compilation.
 
     Raises:

@@ -27,8 +27,6 @@ def refusal(ir: Ir, memory: Memory, model: Graph, graphs: Sequence[GraphNeeds], 
 
     Args:
         ir, memory: the program with the smallest plan, as compiled.
-        model: graph whose activations are planned.
-        budget: bytes of a device.
     """
     parts = ("variables", "buffers", "arguments", "outputs", "constants", "code", "temporaries")
     held = sorted(((getattr(memory, part) or 0, part) for part in parts), reverse=True)

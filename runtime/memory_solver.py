@@ -77,7 +77,7 @@ def solve(
     offloadable: Collection[str],
     release: Release = "read",
 ) -> Solution | None:
-    """The treatments that add least time.
+    """The treatments that add least time; `None` if nothing is within the limit.
 
     Args:
         limit: upper limit of the peak bytes of activations and gradients; `None` for as few as possible, regardless of
@@ -85,9 +85,6 @@ def solve(
         chip: published figures, if there are any.
         offloadable: names of the graphs for which offloading to the host is one of the treatments.
         release: time when memory is free again.
-
-    Returns:
-        The solution; `None` if nothing is within the limit.
     """
     groups: Mapping[str, tuple[int, ...]] = {g.name: (g.calls,) for g in graphs}
 

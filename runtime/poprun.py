@@ -113,9 +113,6 @@ class _End(NamedTuple):
 class Launch:
     """Launch of a program, including restarts after failures.
 
-    Args:
-        options: options of the command line.
-
     Raises:
         ValueError: if they do not fit together.
     """
@@ -165,11 +162,7 @@ class Launch:
             return 127
 
     def run(self) -> int:
-        """Start all instances and wait for their end; restart after failures, up to the limit.
-
-        Returns:
-            The exit code.
-        """
+        """Start all instances and wait for their end; restart after failures, up to the limit. Return the exit code."""
         for restart in range(self._options.max_restarts + 1):
             end = self._once(restart)
             if not end.failed or restart == self._options.max_restarts:

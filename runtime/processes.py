@@ -49,9 +49,6 @@ _CONNECT_TIMEOUT = 60  # seconds for JAX to connect processes that are all waiti
 class LauncherConnection:
     """Connection of an instance to its launcher.
 
-    Args:
-        instance: this process, as described by the launcher.
-
     Raises:
         PopxlRuntimeError: if the launcher does not answer.
     """
@@ -224,13 +221,10 @@ def _leave(connection: LauncherConnection | Service, is_first: bool, process: in
 
 
 def barrier(place: str, payload: Any = None) -> list[Any]:
-    """Wait until all instances reach a place; a no-op without other instances.
+    """Wait until all instances reach a place, if there are others; returns their payloads in order.
 
     Args:
         payload: JSON data of this instance.
-
-    Returns:
-        The payloads, in the order of the instances.
 
     Raises:
         PopxlRuntimeError: if some instance cannot arrive.

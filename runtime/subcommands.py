@@ -168,11 +168,7 @@ def report(asked: CommandArgs) -> int:
 
 
 def _report_function(asked: CommandArgs) -> int:
-    """Print the analysis of a program's JAX function, for the arguments of its first call, where the program stops.
-
-    Returns:
-        The exit code: that of the program, if it fails; 1, if it does not call the function.
-    """
+    """Print the analysis of a program's JAX function, for the arguments of its first call, where the program stops."""
     program = AnalyzedNames(asked.function, asked.target)
     try:
         stopped, code = run_file(asked.file, asked.arguments, program)

@@ -78,7 +78,6 @@ class HostNumbers:
     """A module's numbers changed by `forward`. Thread-safe.
 
     Args:
-        first: initial values, by path and name.
         paths: paths of `forward`, one of which applies to each possible number.
         dtypes: dtypes of the slots; integers have 32 bits.
 

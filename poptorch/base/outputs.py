@@ -87,10 +87,6 @@ class OutputStructure(Structure):
 
     A value of it is a pair of these; rebuilding returns the result alone, after changing the given objects.
 
-    Args:
-        changed: changes found by `SideEffects`.
-        objects: objects among its arguments.
-
     Raises:
         Error: if there are tensors in it that cannot be found: they would come back without numbers.
     """

@@ -117,7 +117,6 @@ class ParameterProxy:
 
     Args:
         parameter: parameter, with all operations of tensors.
-        replicas: the replication factor.
         group: function called with the arguments of `replicaGrouping`; `None` for one value for all replicas.
 
     Example:

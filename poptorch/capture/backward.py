@@ -79,7 +79,6 @@ def _by_matrices(
     """Gradient of a function that acts linearly and separately along each trailing dimension, by matrix products.
 
     Args:
-        grad: gradient of the result.
         sizes: sizes of these dimensions of the input.
         forward: function along one of these dimensions, by its number; the others have the size 1.
     """

@@ -32,7 +32,6 @@ class Tape:
     """Recorded Python arithmetic on numbers that `forward` updates, during one capture.
 
     Args:
-        first: initial values, by path and name.
         choices: forced outcomes of the first branches on them; later branches follow the numbers.
 
     Attributes:

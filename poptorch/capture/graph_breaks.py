@@ -71,7 +71,6 @@ class GraphBreaks:
 
     Args:
         answers: results of the first breaks in a run. The host computes those of later ones.
-        training: whether to differentiate.
         micro_batches: number of micro-batches in the rows of the arguments.
     """
 
@@ -92,12 +91,7 @@ class GraphBreaks:
     def begin(
         self, inputs: Sequence[Value], state: Mapping[Value, torch.Tensor], trained: Collection[Value] = ()
     ) -> None:
-        """Reset all state for a new or repeated capture.
-
-        Args:
-            state: the numbers of parameters and buffers.
-            trained: those of them that a step changes.
-        """
+        """Reset all state for a new or repeated capture."""
         self.found.clear()
         self._trained = frozenset(trained) if self._training else frozenset()
         self._contents = dict(zip(inputs, self._inputs, strict=True)) | dict(state)

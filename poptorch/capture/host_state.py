@@ -102,8 +102,6 @@ class HostState:
     """Snapshot of host state from before a function runs.
 
     Args:
-        module: the module whose `forward` is to run, if any.
-        function: function to run, if it is not a module.
         around: whether to inspect variables of functions and classes too.
 
     Attributes:

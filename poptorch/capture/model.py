@@ -112,7 +112,6 @@ def capture(
         forward: the function, of a list of tensors.
         places: shapes, dtypes and memory layouts of the tensors that it takes.
         module: module whose parameters and buffers it uses, if any. Afterwards it is unchanged.
-        ambient: the placement that holds.
         lowered: predicate for the name and overload of an op: whether there is a lowering.
         flatten: function that returns the tensors in its result.
         grouped: names of parameters of which `forward` sees the first row.

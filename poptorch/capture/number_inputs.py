@@ -42,7 +42,6 @@ def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace:
     """Call a PyTorch function with placeholder numbers for counters; recorded ops receive program inputs instead.
 
     Args:
-        args, kwargs: arguments of the function.
         is_inside: whether it is called within another function.
     """
     counters: dict[Number, Counter] = {}

@@ -51,8 +51,7 @@ def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
     """Replace ops of equivalent modules by calls of one shared trace.
 
     Args:
-        nodes: all ops, in order.
-        wanted: values that are used outside of them.
+        wanted: values that are used outside of `nodes`.
     """
     by_key: defaultdict[Hashable, list[_Run]] = defaultdict(list)
     for run in _runs(nodes):

@@ -102,8 +102,7 @@ def as_calls(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
     """Replace recomputation regions by calls of traces; equivalent regions share one trace.
 
     Args:
-        nodes: all ops, in order.
-        wanted: values that are used outside of them.
+        wanted: values that are used outside of `nodes`.
     """
     known: dict[Hashable, Trace] = {}
     done: dict[Trace, Trace] = {}

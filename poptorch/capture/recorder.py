@@ -360,7 +360,6 @@ class Recorder:
         """Add op results for tensors, each with separate storage.
 
         Args:
-            tensors: results of the op, in any structure.
             says_no: whether results that need no gradient, according to PyTorch, let none flow.
         """
         for t in pytree.tree_leaves(tensors):

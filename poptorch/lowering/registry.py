@@ -46,7 +46,6 @@ def jax_op(
     """Declare a JAX function as an op, and register it as a lowering.
 
     Args:
-        *names: names of the ops of PyTorch.
         title: name of the op in printed graphs; by default derived from the function's name, `log_softmax` →
             `LogSoftmax`.
         prepare: function that converts PyTorch's operands, all together, to those of the op.

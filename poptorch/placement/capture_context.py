@@ -95,7 +95,6 @@ class CaptureContext:
 
         Args:
             user_id: id of the block; the next number if None.
-            ipu_id: unit that the block requests.
 
         Returns:
             Its id.

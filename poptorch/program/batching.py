@@ -167,9 +167,6 @@ class Batching:
 class Feeder:
     """Convert call arguments to program input arrays. Each executor owns one, to warn once.
 
-    Args:
-        batching: distribution of the rows.
-
     Example:
         >>> feeder = Feeder(Batching(2, 1, ReplicaGroups(1)))
         >>> (labels,) = feeder.arrays([torch.tensor([1, 2])], ["labels"])
@@ -188,7 +185,6 @@ class Feeder:
 
         Args:
             tensors: tensors returned by `Signature.check`.
-            names: names of the tensors, for the warnings.
 
         Raises:
             Error: for a dtype that the device does not have, integers that do not fit in 32 bits, and tensors without

@@ -21,9 +21,7 @@ class GradientSums:
     """Sums of gradients over micro-batches and replicas, by name of the parameter.
 
     Args:
-        batching: the distribution of rows.
         groupings: replica groupings of parameters that differ between replicas.
-        weights: storage of the parameters.
 
     Attributes:
         accumulators: storage of the sums; empty without accumulation.

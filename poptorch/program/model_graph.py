@@ -36,7 +36,6 @@ class ModelGraph:
     """Forward graph of a model, and in training its gradient graph.
 
     Args:
-        ir: the Ir, whose main graph is the current graph.
         requested: names of further tensors that it returns.
         trained: names of the optimiser's parameters, in training.
 

@@ -134,14 +134,11 @@ class Passes:
                 self._copy_backward(gradient.graph, dict(others), leaving, accumulated)
 
     def forward(self, arguments: Values, tensors: Mapping[str, popxl.Tensor]) -> Values:
-        """Add the forward pass to the current graph.
+        """Add the forward pass to the current graph. Returns the arguments, and the outputs of the model.
 
         Args:
             arguments: bindings of the model's inputs, except for those of `weights`.
             tensors: the caller's tensors for stored tensors, by name.
-
-        Returns:
-            The arguments, and the outputs of the model.
         """
         return {**arguments, **dict(zip(self._results, self._forward.call(arguments, tensors), strict=True))}
 
@@ -149,8 +146,6 @@ class Passes:
         """Add the backward pass to the current graph. Returns gradients by input of the model.
 
         Args:
-            start: the gradient of the loss.
-            values: result of `forward`.
             tensors: the caller's tensors for stored tensors, and for `accumulated`, by name.
         """
         assert self._backward is not None

@@ -47,9 +47,6 @@ def check_placement(sites: Sequence[Site], options: Options, training: bool) -> 
     Args:
         sites: annotations of the operations of `forward`, in order.
 
-    Returns:
-        The requested placement.
-
     Raises:
         Error: if there are too few iterations or accumulation steps for the stages of a pipeline; too many units, or a
             number of units that is not a power of two; a phase on units of the other group; or a liveness that parallel

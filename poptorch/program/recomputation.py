@@ -18,11 +18,7 @@ _OF_LAYERS = (RecomputationType.Standard, RecomputationType.NormOnly)
 
 
 class Recomputation:
-    """Recomputed regions of a model in training.
-
-    Args:
-        nodes: the ops of the model.
-    """
+    """Recomputed regions of a model in training."""
 
     def __init__(self, options: Options, nodes: Sequence[Node]) -> None:
         strategy = options.execution_strategy

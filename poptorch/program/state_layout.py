@@ -47,10 +47,8 @@ class StateLayout:
     """Names, shapes and initial values of an optimiser's state, for the parameters that it trains.
 
     Args:
-        hyperparameters: the optimiser's hyperparameters.
         groupings: groupings of parameters that differ between replicas, by name.
         counted_apart: parameters with step counts of their own.
-        automatic_loss_scaling: whether the loss scale is state.
 
     Attributes:
         group_of: number of the parameter group of each.
@@ -111,10 +109,6 @@ class StateLayout:
         wanted: Container[str],
     ) -> dict[str, torch.Tensor]:
         """Program state converted from `optimizer.state`; missing entries keep initial values.
-
-        Args:
-            values: result of `hyperparameters.values`.
-            wanted: names of the state that the program has.
 
         Raises:
             Error: if parameters whose steps the program counts together have made different numbers of them, and the

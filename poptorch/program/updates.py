@@ -162,9 +162,6 @@ class Update:
     def named_values(self, values: np.ndarray) -> dict[str, float]:
         """Hyperparameters per parameter, under the names used in state dictionaries (`ipu_param`).
 
-        Args:
-            values: result of `hyperparameters.values`.
-
         Returns:
             Variable and constant ones by name, for example `"learningRate___specific___fc.weight"`.
         """

@@ -12,11 +12,7 @@ from poptorch.run.host_writes import HostWrites
 
 
 class ChangeWarnings:
-    """Warnings about a wrapper's module, once for each kind of change.
-
-    Args:
-        training: whether the wrapper trains it.
-    """
+    """Warnings about a wrapper's module, once for each kind of change."""
 
     def __init__(self, host: HostModel, training: bool, writes: HostWrites) -> None:
         self._host, self._training, self._writes = host, training, writes

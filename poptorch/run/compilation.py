@@ -66,12 +66,9 @@ def compiled_model(
     """Compile a model for given arguments. The model has its `attributes` during compilation.
 
     Args:
-        args, kwargs: arguments of a call.
         trainer: optimiser, which the program is registered with; `None` without training.
         read: function that returns the host's values of parameters and buffers. It is kept if there are graph breaks.
         has_fewer_rows: whether the program is for fewer rows than another one, with which it shares the optimiser.
-        carries_numbers: see `Signature`.
-        counts: see `captured_model`.
 
     Raises:
         poptorch.Error: for an unsupported op, a missing loss, and any other error of the model.
@@ -191,11 +188,7 @@ def carries(
     options: Options,
     training: bool,
 ) -> bool:
-    """Extend a program to new non-tensor argument values, if `forward` only passes them through. Return success.
-
-    Args:
-        training: whether the model is trained.
-    """
+    """Extend a program to new non-tensor argument values, if `forward` only passes them through. Return success."""
     first = compiled.signature.arguments(
         torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in compiled.signature.leaves
     )

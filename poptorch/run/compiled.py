@@ -41,15 +41,12 @@ class Compiled:
     """A model compiled for a given argument structure, initially detached from any device. Threads may share it.
 
     Args:
-        batching: distribution of the rows.
         structure: structure of the model's result.
         constants: numbers of results that the program does not compute, by number of the result.
         results: results of the program: those of the model, anchored tensors, inputs that are overwritten.
         rewritten: numbers of the inputs that are overwritten.
         io: inputs, outputs and variables of the program for the host.
-        session: runs the program.
         checks: run op by op, and raise where a number is not finite.
-        host_functions: host functions called by the program.
         read: buffers whose numbers are a part of the program, with these numbers.
         is_synthetic: fetch no result; there are zeros in their place, whose shapes are right.
         frozen: tensors of the host whose numbers are a part of the program.

@@ -59,7 +59,6 @@ class BrokenGraph:
 
     Args:
         capture: function that captures the model again: for these tensors, and results of the first breaks.
-        path: execution path of the first capture.
         batching: distribution of the rows; there is one micro-batch.
         host: function that returns the values of parameters and buffers.
 

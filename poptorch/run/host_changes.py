@@ -25,9 +25,6 @@ _MOST = 1000
 class HostChanges:
     """Detects module changes without effect on the device.
 
-    Args:
-        module: module, in the state of its compilation.
-
     Example:
         >>> module = torch.nn.Linear(2, 3)
         >>> changes = HostChanges(module)

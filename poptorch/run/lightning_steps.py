@@ -183,8 +183,6 @@ class _Deferred:
 
         Args:
             numbers: the tensors that the program returns for it, those of all micro-batches.
-            batching: number of micro-batches and replicas.
-            batch: argument of the step.
         """
         shape = batching.micro_batches, batching.groups.replicas
         count = prod(shape)
@@ -273,15 +271,7 @@ class Step(torch.nn.Module):
         self.training = module.training
 
     def make_deferred(self, returned: Any, batching: Batching, batch: Any) -> Any:
-        """Execute the step's deferred host-side effects.
-
-        Args:
-            returned: result of this model.
-            batch: argument of the step.
-
-        Returns:
-            The result of the step.
-        """
+        """Execute the step's deferred host-side effects. Returns the result of the step."""
         result, numbers, capture = returned
         self._captures.made[capture].make(numbers, batching, batch)
         return result

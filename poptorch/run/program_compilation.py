@@ -41,11 +41,7 @@ def compile_captured(
     """Lower a captured model to a program, and compile it.
 
     Args:
-        ir: an empty Ir for the program.
-        batching: distribution of the rows.
-        update: the optimiser, for training.
         groupings: groupings of the parameters that differ between groups of replicas.
-        host: the values of parameters and buffers.
         anchors: the tensors to anchor, by the names that the user gives them.
     """
     anchors = anchors or {}

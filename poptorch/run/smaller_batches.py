@@ -47,9 +47,7 @@ class SmallerBatches:
     """LRU cache of programs for a model's smaller batches.
 
     Args:
-        whole: model compiled for whole batches.
         forward: the function whose parameters the arguments are for.
-        training: whether the model is trained.
     """
 
     def __init__(self, whole: Program, forward: Callable[..., Any], options: Options, training: bool) -> None:

@@ -38,9 +38,6 @@ from popxl.tensor import Variable
 class TrainedBrokenGraph(BrokenGraph):
     """A training model compiled as several subgraphs.
 
-    Args:
-        of_parts: arguments of `BrokenGraph`.
-
     Raises:
         poptorch.Error: as for `BrokenGraph`; if ops that draw random numbers, or have another effect, would have to run
             twice.

@@ -23,9 +23,6 @@ from poptorch.run.weights import LazyWeights, TrainingRegistry
 class WeightSync:
     """Parameters and buffers of a model: synchronisation of host and device copies.
 
-    Args:
-        training: whether the device trains it.
-
     Attributes:
         host_writes: writes to the module since the device has read it.
         lazy: module and tensors that the device changes; `None` while it changes none.

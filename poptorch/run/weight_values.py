@@ -41,7 +41,6 @@ def check_apart(tensors: Mapping[str, torch.Tensor], written: Container[str]) ->
 
     Args:
         tensors: parameters and buffers by name; those that are the same object have one name.
-        written: names of the overwritten ones.
 
     Raises:
         Error: if one is.
@@ -87,7 +86,6 @@ def write(module: torch.nn.Module | None, arrays: Mapping[str, np.ndarray], grou
     """Overwrite parameters and buffers in place with device values. All values are checked before any write.
 
     Args:
-        module: module with the parameters and buffers to write.
         arrays: values by name, in the shapes that `read_host_values` gives.
         groupings: the parameters with a value for each group of replicas.
 

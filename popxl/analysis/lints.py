@@ -232,7 +232,6 @@ class _Program:
         hold a shard of each replica's own, such as a momentum, which is gathered.
 
         Args:
-            report: the types of the program.
             parted: variables that a run leaves different, with the axes: those of the report.
         """
         if report.mesh is None or not parted:

@@ -55,7 +55,6 @@ def op_effect(op: Op, types: tuple[ReplicaType, ...], joined: ReplicaType) -> Ef
     """What an op makes of operands of these types.
 
     Args:
-        op: an op that computes on each replica.
         joined: join of the types: that of the results along axes without shards and without terms of a sum.
     """
     key = (op.operands, *op.attributes.items(), *map(_SPEC, op.inputs), types)

@@ -148,7 +148,6 @@ def _locked(path: Path, surely: bool) -> _Lock | _NoLock | None:
     """Lock a file or directory; `None` if another process holds the lock, or the path is gone.
 
     Args:
-        path: file or directory to lock.
         surely: whether to return `None` too if the file system has no locks; otherwise it then behaves as if locked.
     """
     if fcntl is None:

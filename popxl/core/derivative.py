@@ -34,7 +34,5 @@ class Derivative(Protocol):
         """Add the gradients of inputs to the current graph.
 
         Args:
-            wanted: positions of the inputs.
-            gs: gradients of results, by position.
             read: function from a tensor of `graph` to its value in the current graph.
         """

@@ -64,7 +64,6 @@ def with_results(traced: Any, which: Sequence[bool] | None = None, all_arguments
     """A closed jaxpr with selected results, by default all, and without dead equations.
 
     Args:
-        traced: closed jaxpr.
         which: flag for each result: whether to return it.
         all_arguments: whether to keep arguments that are not needed.
     """

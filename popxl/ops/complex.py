@@ -249,7 +249,6 @@ def _fourier(name: str, lowering: Callable[..., Any], meaning: str, made_of: str
     """Declare a Fourier transform by name: `i` means inverse, `r` real.
 
     Args:
-        name: name of the public function.
         lowering: `(array, axes, sizes, norm)`.
         meaning: first line of the docstring.
         made_of, gives: operand and result, for the docstring.

@@ -87,14 +87,11 @@ def unary(
     """Declare an elementwise op of one tensor `t`.
 
     Args:
-        name: name of the public function.
         lowering: JAX function of the array `t`, which gets halves as float32.
         meaning: first line of the docstring.
         gradient: rule for the gradient of `t`; `None` if none flows. Left out, it is JAX's.
         kind: name in printed graphs, where it is not the name in capitals.
         shape: shape rule, for ops whose result has another dtype.
-        linear: whether the op is linear.
-        traits: further traits of the op.
         see: the namesake in NumPy or PyTorch.
         of: name of the tensor in the example.
     """

@@ -311,7 +311,6 @@ def loop_over(
     """Add a loop over a graph, by way of a wrapper.
 
     Args:
-        graph: graph to run in each iteration.
         bound: tensors of the current graph for the inputs. Those for the last `rows` inputs have a row for each
             iteration.
         carried: number of leading outputs that become inputs of the next iteration; by default all. The others are

@@ -78,7 +78,6 @@ def restore(ir: Ir, content: bytes, beside: Callable[[str], bytes], name: str, t
         ir: an Ir that is new.
         content: bytes packed by `popxl.program.writing`, or the JSON of an earlier version.
         beside: reads the file of numbers of an earlier version, by its name.
-        name: name of the file in errors.
         traces: have JAX trace the functions of ops, where there is doubt. A program that comes with its executables,
             which are trusted, need not wait for that.
     """

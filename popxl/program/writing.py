@@ -75,11 +75,7 @@ def fingerprint(ir: Ir) -> str:
 
 
 class _Writer:
-    """Collected program parts and referenced arrays, keyed by tensor id or number.
-
-    Args:
-        variables: whether to include the numbers of variables.
-    """
+    """Collected program parts and referenced arrays, keyed by tensor id or number."""
 
     def __init__(self, variables: bool = True) -> None:
         self._numbers_of = Variable | Constant if variables else Constant

@@ -58,8 +58,6 @@ class JaxDerivative:
         """Add the gradients of inputs to the current graph.
 
         Args:
-            wanted: positions of the inputs.
-            gs: gradients of results, by position.
             read: function from a tensor of `graph` to its value in the current graph.
         """
         key = wanted, tuple(gs)
@@ -131,11 +129,7 @@ class JaxDerivative:
 
 
 class UnsavedDerivative:
-    """The derivative of a graph that was saved: rules are code, and files hold none.
-
-    Args:
-        results: number of outputs of the graph.
-    """
+    """The derivative of a graph that was saved: rules are code, and files hold none."""
 
     def __init__(self, name: str, results: int) -> None:
         self.name, self.results = name, results

@@ -23,7 +23,6 @@ def combining(function: Callable[..., Any], *args: Any) -> list[str]:
     """Primitives that may combine elements, such as sums and matrix products, found by tracing.
 
     Args:
-        function: function of trees of arrays.
         args: trees of arrays, or of `jax.ShapeDtypeStruct`.
 
     Example:

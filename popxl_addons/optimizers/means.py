@@ -46,7 +46,6 @@ class MeansOverPieces(Means):
 
     Args:
         group: the replicas that hold the shards.
-        whole: shape of the whole array.
         pieces: number of shards: member `i` of the group holds shard `i % pieces`.
     """
 

@@ -21,7 +21,6 @@ def stand_in(
     Args:
         t: operand of an op that moves.
         inside: tensors that are used unchanged, even if they are views.
-        graph: graph that the op moves to.
         input_for: function that returns the replacement of a tensor with its own storage, for example an input; the
             same one each time.
     """

@@ -22,7 +22,6 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph, held: int = 
 
     Args:
         info: information of the gradient graph that takes all activations.
-        name: name of the forward graph in plans.
         model: the graph that calls the forward graph, or the forward graph itself.
         held: number of calls of the model that have their activations in memory at a time.
         as_read: whether activations are recomputed right before the gradient reads them.
@@ -59,7 +58,6 @@ def _op_needs(
     """Costs of recomputing activations: an entry for each op, and for a call one for each activation that it returns.
 
     Args:
-        graph: computes the activations.
         paths: paths of the activations, and of the inputs of the graph that are activations.
         factors: tensors of the graph that products read elsewhere.
         is_called: whether it is called by the planned graph, which can keep only its results.

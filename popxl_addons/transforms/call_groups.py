@@ -15,11 +15,7 @@ __all__ = ["calls_in", "divide_calls"]
 
 
 def calls_in(graph: popxl.Graph, times: int = 1) -> Iterator[tuple[Op, int]]:
-    """Direct calls of a graph in order, including loops and branches, with their repeat counts.
-
-    Args:
-        times: number of executions of the graph.
-    """
+    """Direct calls of a graph in order, including loops and branches, with their repeat counts."""
     for op in graph.ops:
         if is_call(op):
             yield op, times
@@ -33,9 +29,6 @@ def divide_calls(model: popxl.Graph, graph: popxl.Graph, counts: Sequence[int]) 
 
     Args:
         model: graph that makes the calls, directly and in its loops.
-
-    Returns:
-        The graph of each group.
 
     Raises:
         ValueError: if the counts do not sum up to the number of calls, or a group ends within a loop. Nothing has

@@ -270,7 +270,6 @@ def ops_again(info: GradGraphInfo, given: Collection[popxl.Tensor]) -> tuple[Ops
     """Ops to recompute for the reads of a gradient, and forward tensors for their saved inputs.
 
     Args:
-        info: information of the gradient graph.
         given: tensors of the forward graph to take, except transposed inputs. Outputs whose gradients are provided are
             taken, too, as the caller has them, and what ops with effects make.
 

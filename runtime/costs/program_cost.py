@@ -150,9 +150,7 @@ def cost_of_executable(
 
     Args:
         sizes: XLA's memory analysis of it.
-        figures: figures of the chip, if they are known.
         devices: devices in the order of XLA's numbers.
-        seconds: compile time.
         kind: JAX's name of the kind of device.
     """
     account = account_of(module)

@@ -90,11 +90,8 @@ def graphs_of(
     """Cost of each graph, longest first.
 
     Args:
-        account: work of a run.
         host: bytes between a chip and its host, by graphs.
-        all_replicas: number of chips in a collective of all.
         price: time of a collective; by default that of one switch for all chips.
-        step: timeline of a run, with the bounds of each graph.
     """
     sent, network = defaultdict[str, int](int), defaultdict[str, float](float)
     for each in account.collectives:
@@ -142,7 +139,6 @@ def precisions_of(account: Account, figures: Chip, seconds: Callable[[str], floa
     """Run cost at the current precision of float32 products, and at each faster precision.
 
     Args:
-        account: work of a run.
         seconds: function that returns the time of a run at a precision.
     """
     levels = {key.precision for work in account.graphs.values() for key in work.products if key.dtype == "f32"}

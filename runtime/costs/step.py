@@ -146,7 +146,6 @@ def timeline_of(
     """Schedule one run of an executable.
 
     Args:
-        module: HLO of the executable.
         price: function that returns the time of a collective.
         cap: function that replaces a kernel's work, for example by products with fewer passes.
     """

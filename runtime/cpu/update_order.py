@@ -56,7 +56,6 @@ class CpuUpdateOrder:
 
         Args:
             storage: one of `rows` rows of an array, which XLA would otherwise copy as a whole.
-            value: new value of the storage.
         """
         earlier = self._computed.pop(storage, None)
         return value if earlier is None or value.size * rows < self._large else computed_after(value, earlier)

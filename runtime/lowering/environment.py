@@ -49,8 +49,6 @@ class Environment:
     """The environment of a running graph: for each storage, its current value or packed slot.
 
     Args:
-        values: initial values of storages.
-        order: the order of in-place updates.
         rows: the number of iterations of rerolled loops around the graph: a value may be a slot of as many rows.
     """
 
@@ -103,7 +101,6 @@ class Environment:
         """Collect the results of a graph after its last op.
 
         Args:
-            values: initial values of storages.
             sharing: inputs of the graph that share storage.
         """
         count = Counter(t.origin for t in graph.outputs)

@@ -56,7 +56,6 @@ class Lowering:
     """The lowering of one program: from graphs to functions of arrays.
 
     Args:
-        ops: the ops of the main graph.
         options: the options of the Ir, with the precision of products and the runtime checks.
         keep_calls: whether calls of graphs with several call sites are noinline.
         replicas: the replicas of the program; the program of one replica is lowered.
@@ -108,7 +107,6 @@ class Lowering:
 
         Args:
             ops: ops, or loops of them.
-            values: initial values of storages.
             same: aliases of tensors; by default, those of the schedule.
         """
         environment = self.environment(values, context, same)

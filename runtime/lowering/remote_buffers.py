@@ -313,8 +313,6 @@ def fill_buffer(
 
     Args:
         rows: variables in slots of the buffer, each with a function that returns a replica's elements.
-        replicas: replicas that run the program.
-        where: sharding of the array.
         before: current array, for slots without a variable. `None` for zeros.
     """
     if len({v.location_info.entry for v in rows}) == buffer.entries:

@@ -154,7 +154,6 @@ class _ScanBuilder:
     one; outputs of the last iteration; and modified packed arrays.
 
     Args:
-        invariant_row: see `PlatformHooks`.
         has_loops: whether called graphs have rerolled loops. Loop-invariant slots then stay packed for these.
 
     Attributes:

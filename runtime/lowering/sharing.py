@@ -42,11 +42,7 @@ class Sharing:
 def bind_inputs(
     graph: Graph, inputs: Sequence[Array], sharing: Sharing
 ) -> tuple[dict[Tensor, Array], Mapping[Tensor, Tensor] | None]:
-    """Bind a called graph's inputs. Returns initial storage values, and aliased tensors, if any.
-
-    Args:
-        sharing: inputs that share storage.
-    """
+    """Bind a called graph's inputs. Returns initial storage values, and aliased tensors, if any."""
     values = dict(zip(graph.inputs, inputs, strict=True))
     if not sharing:
         return values, None

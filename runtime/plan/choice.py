@@ -32,7 +32,6 @@ class SegmentationPolicy:
     """Selection of calls as segments: calls of sufficiently large graphs with at least two call sites.
 
     Args:
-        main: the graph that the program runs.
         smallest: minimal number of ops of a segment. `None`: no calls are segments.
         places: IPUs of the ops, if they are separate devices.
 

@@ -71,8 +71,6 @@ def decide(
     """Decide how to compile a program for a compile target.
 
     Args:
-        held: storages of its variables.
-        changed: storages among these that it changes.
         calls: form of called graphs, if a file specifies it.
     """
     smallest = {"auto": SMALLEST, "kept": SMALLEST, "inlined": None}.get(options.calledGraphs, 1)

@@ -38,9 +38,6 @@ def can_enter(op: Op, replicas: int = 1) -> bool:
 class IpuPlacement:
     """IPUs of a program's ops.
 
-    Args:
-        main: the graph that the program runs.
-
     Attributes:
         ipus: IPUs of ops, in ascending order.
     """

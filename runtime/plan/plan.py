@@ -80,12 +80,9 @@ class Plan:
         changed, read: storages of changed variables, and of variables only read.
         buffers: remote buffers that it uses, and their IPUs; their arrays follow those of `changed` as inputs and
             outputs.
-        inputs, outputs: the streams that are fed and fetched.
-        channels: streams and failure flag of each IPU.
         ends: two compiled JAX functions for each IPU with streams: the first computes the initial state of its
             channels from the feeds, where `None` in place of the transfers of a feed means the feed itself; the second
             computes the fetches from the final state. The first one is `None` if the IPU belongs to another process.
-        watch: observer of compilations.
 
     Attributes:
         steps: as passed.

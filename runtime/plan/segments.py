@@ -45,7 +45,6 @@ class Run:
     """One run of a program: stream and buffer state, and step execution.
 
     Args:
-        options_at: compile options of segments, by IPU.
         where: the IPU of each stream and buffer.
         recorder: calls executables, and copies, in place of the steps.
         stages: stages of the program, if some belong to other processes.

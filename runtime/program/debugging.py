@@ -310,9 +310,6 @@ def run_replicas(
 ) -> list[Any]:
     """Execute the work of all replicas: each replica independently until its next collective op, then the collective.
 
-    Returns:
-        Results of the runs, in order.
-
     Raises:
         NonFiniteError: from the replica with the least progress, if several have made a NaN or an infinity.
         PopxlError: if replicas reach different ops at which they would wait for each other.

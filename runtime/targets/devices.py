@@ -212,7 +212,6 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
     Args:
         ipus: number of IPUs that they represent, by default the same.
         best: number of devices that would be better than `count`.
-        kind: kind of hardware; see `PLATFORMS`.
 
     Raises:
         RuntimeError: if there is no hardware of this kind.

@@ -57,10 +57,6 @@ def laid(devices: Sequence[jax.Device], dimensions: Sequence[Dimension]) -> list
     """Order devices by replica, making replicas physical neighbours along the dimension with most traffic.
 
     The replicas of a process stay together, in the order of the processes, as these feed them.
-
-    Args:
-        devices: devices, process by process.
-        dimensions: mesh dimensions of the replicas.
     """
     found = list(devices)
     if len(dimensions) < 2 or found[0].platform != "tpu":  # no other says how its devices are wired

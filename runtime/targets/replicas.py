@@ -120,7 +120,6 @@ class Replicas:
         """Lift a per-replica array function to arrays of all replicas.
 
         Args:
-            function: function of trees of arrays.
             shared: whether all replicas share the last argument, which then has no replica dimension.
         """
         if self.count == 1:
@@ -215,7 +214,6 @@ class Replicas:
 
         Args:
             array: local array of this process, with or without a dimension for a single replica.
-            shape: the shape of the array of all replicas.
             axis: the dimension that counts the replicas.
         """
         return array

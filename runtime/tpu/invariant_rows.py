@@ -15,7 +15,6 @@ def invariant_row(row: Array, number: Array) -> Array:
     weights of all layers, which takes half as much memory again, and time.
 
     Args:
-        row: row that an iteration reads.
         number: number of the row, which differs by iteration.
     """
     is_factor = row.dtype == jnp.float32 and row.ndim > 1

@@ -21,7 +21,6 @@ def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups
     """Convolve arrays, returning their dtype or a wider one, for rounding by the caller.
 
     Args:
-        name: name of the op, for errors.
         t, weight: arrays of shape (N, C, d, ...) and (M, C / groups, k, ...).
         windows: along each spatial axis of `t`.
     """
@@ -42,7 +41,6 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
     """Transposed convolution: every element of `t` adds a scaled kernel to the result.
 
     Args:
-        name: name of the op, for errors.
         t: array of shape (N, C, d, ...).
         weight: array of shape (C, channels of the result / groups, k, ...).
         windows: along each spatial axis of the result, one for each element of `t`.

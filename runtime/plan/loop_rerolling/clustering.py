@@ -44,7 +44,6 @@ def cluster_iterations(
     """Reorder ops, with each iteration's ops together; ignores `in_sequence`, which changes no numbers.
 
     Args:
-        ops: ops, in a valid order.
         signatures: signatures of the ops. Ops of one signature may be counterparts in different iterations.
         returned: storages that are read after them.
         batches_updates: whether updates of variables come after all other ops.

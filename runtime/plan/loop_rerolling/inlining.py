@@ -20,9 +20,6 @@ from popxl.graph import Graph
 class InlinedGraphs:
     """Graphs of a program, with single-call graphs inlined.
 
-    Args:
-        main: the graph that the program runs.
-
     Attributes:
         graphs: graphs that are not inlined, each with its ops and those of inlined graphs, in order.
         same: tensors bound to the inputs of inlined graphs, and returned tensors for the results of their calls.

@@ -32,7 +32,6 @@ class Rerolling(ProgramOrder):
     """Rerolled loops of a program.
 
     Args:
-        held: variables of the program.
         from_saved: number of ops that a loop without products must save XLA. Elementwise iterations are one kernel if
             unrolled, and several in a loop, which slices rows out of arrays and writes them back.
         batches_updates: whether updates run after all layers, each on the packed array of one variable of all layers,

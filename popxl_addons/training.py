@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -13,14 +13,16 @@ from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import integer
 from popxl.extend.collectives import shard_count
-from popxl.extend.memory import asked_memory, bytes_of
+from popxl.extend.memory import StateLocation, asked_memory, bytes_of
 from popxl.extend.ops import cast_if_needed
 from popxl.tensor import Variable
+from popxl_addons._micro_batches import MicroBatches, samples_of
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops import host_store
 from popxl_addons.optimizers.loss_scaling import DynamicLossScaling, LossScale
+from popxl_addons.optimizers.state_location import check_on_host, state_on
 from popxl_addons.precision import MixedPrecision
 from popxl_addons.rts import gather_replica_sharded_tensor
 from popxl_addons.transforms.autodiff import autodiff, autodiff_with_accumulation
@@ -56,11 +58,13 @@ def train_step(
     *inputs: popxl.HostToDeviceStream | popxl.Tensor,
     optimizer: Callable[..., NamedTensors],
     accumulate: int = 1,
+    micro_batches: int | Literal["auto"] = 1,
     precision: MixedPrecision | None = None,
     loss_scaling: Scaling | None = None,
     sharded: bool = False,
     variables: NamedTensors | None = None,
     memory: MemoryPlan | MemoryPolicy | str | int | None = None,
+    optimizer_state: StateLocation | Literal["auto"] = "device",
     **settings: Any,
 ) -> Training:
     """Add a step of training to the main graph: run the session once for each step.
@@ -71,11 +75,15 @@ def train_step(
     Args:
         module: module whose `build` takes `inputs`, and returns the loss (and possibly more, which is ignored): a
             scalar, the mean over its inputs.
-        *inputs: streams, which are loaded once for each micro-batch; or tensors, if there is only one.
+        *inputs: streams, which are loaded `accumulate` times; or tensors, if that is 1.
         optimizer: updates variables by gradients, such as `partial(optimizers.adamw, lr=1e-3, clip_norm=1.0)`. It gets
             `loss_scaling`: a `LossScale`, if that adapts itself.
-        accumulate: number of micro-batches of a step. Each is one transfer of a run: if streams among `inputs` have
+        accumulate: number of batches of a step. Each is one transfer of a run: if streams among `inputs` have
             fewer, their `num_host_transfers` is set to this. Streams with one transfer per step keep their number.
+        micro_batches: number of micro-batches that each batch is divided into, after it was loaded: equal slices of the
+            first dimension of the inputs. Scalars are the same for all; of a random seed (uint32, two numbers), each
+            has one of its own. With a loss that is a mean over samples, the step trains as without. `"auto"`, together
+            with a budget as `memory`: as many as take least time within it; together with a plan: as it states.
         precision: dtype that the model computes in, such as `MixedPrecision(popxl.bfloat16, keep=("norm",))`: variables
             are then float32. By default the model's own dtypes.
         loss_scaling: factor of the loss's gradient: a number, a tensor, or `optimizers.DynamicLossScaling()`, which
@@ -90,6 +98,10 @@ def train_step(
             `MemoryPlan`, such as that of a step that was made with a policy. Or a budget, such as `"14 GB"` or bytes of
             a device: the step is built and compiled separately for the devices of this host, up to three times, for a
             plan within it; see `plan_memory`, which takes other targets and whole programs. By default all are kept.
+        optimizer_state: where the optimiser's state is between steps: on the `"device"`, or in remote buffers on the
+            `"host"`, from where the update of each variable loads what belongs to it, and stores it back. `"auto"`,
+            together with a budget: on the host if nothing else is within it; together with a plan: as it states. On
+            CPUs, both are the same memory.
         **settings: further arguments of `build`.
 
     Returns:
@@ -97,9 +109,10 @@ def train_step(
 
     Raises:
         TypeError: for an `accumulate` that is not an integer, or an invalid `module`, `precision` or kind of `inputs`.
-        ValueError: for an `accumulate` below 1, or above 1 with inputs that are not streams; for a module with
-            placeholders that are shards or that are never read, or whose loss is not a scalar; for `sharded` together
-            with `variables`, a budget that is malformed or given with `variables`, and as for the optimiser.
+        ValueError: for an `accumulate` below 1, or above 1 with inputs that are not streams; for `micro_batches` below
+            1, or that do not divide the inputs; for `"auto"` without a budget or a plan; for a module with placeholders
+            that are shards or that are never read, or whose loss is not a scalar; for `sharded` together with
+            `variables`, a budget that is malformed or given with `variables`, and as for the optimiser.
         PopxlError: if no plan within a budget is found.
 
     Example:
@@ -118,16 +131,22 @@ def train_step(
     streams = _checked_streams(module, inputs)
     accumulate = integer(accumulate, "train_step: `accumulate`")
     _check_settings(accumulate, len(streams) == len(inputs), sharded, variables, precision)
-    how = {"accumulate": accumulate, "precision": precision, "loss_scaling": loss_scaling, "sharded": sharded}
-    memory = _chosen_memory(memory, module, inputs, variables, optimizer=optimizer, **how, **settings)
+    specs = [each.spec for each in inputs]
+    _check_division(memory, micro_batches, optimizer_state)
+    if is_budget(memory) and asked_memory() is None:
+        _check_apart(inputs, variables, loss_scaling)
+        division = {"micro_batches": micro_batches, "optimizer_state": optimizer_state}
+        how = {"accumulate": accumulate, "precision": precision, "loss_scaling": loss_scaling, "sharded": sharded}
+        memory = _planned_apart(module, streams, memory, optimizer=optimizer, **division, **how, **settings)
+    memory, parts, location = _chosen(memory, micro_batches, optimizer_state, specs)
+    batch = MicroBatches(specs, parts)
     if loss_scaling is None:
         loss_scaling = DynamicLossScaling() if precision and precision.dtype is popxl.float16 else 1.0
     with popxl.in_sequence():
-        specs = [each.spec for each in inputs]
         factories, forward = (
-            module.create_graph(*specs, **settings)
+            module.create_graph(*batch.specs, **settings)
             if precision is None
-            else precision.create_graph(module, *specs, **settings)
+            else precision.create_graph(module, *batch.specs, **settings)
         )
         _check(module, forward)
         for stream in streams:
@@ -136,15 +155,16 @@ def train_step(
         if variables is None:
             variables = factories.init_sharded() if sharded else factories.init()
         scale = loss_scaling.init() if isinstance(loss_scaling, DynamicLossScaling) else loss_scaling
-        batches = ([_loaded(each, precision) for each in inputs] for _ in range(accumulate))
+        loaded = ([_loaded(each, precision) for each in inputs] for _ in range(accumulate))
+        batches = (each for whole in loaded for each in batch.slices_of(whole))
         forward = gather_where_read(forward, variables)
         weights = variables if precision is None else precision.cast(variables, forward.args)
         treated = memory
         if memory is None and any(t.meta_shape for t in forward.args.tensors):
             treated = "everything"  # but for the weights that layers gather
-        planned = None if treated is None else PlannedGradients(forward.graph, cast(Any, treated))
+        planned = None if treated is None else PlannedGradients(forward.graph, cast(Any, treated), parts, location)
         bound = _bound(forward.args, weights, variables)
-        mean, found = _gradients(forward, bound, batches, accumulate, scale, planned)
+        mean, found = _gradients(forward, bound, batches, accumulate * parts, scale, planned)
         gradients = {
             name: g if forward.args[name].meta_shape else _mean_gradient(g, variables[name])
             for name, g in found.to_dict().items()
@@ -152,7 +172,10 @@ def train_step(
         if popxl.gir().replication_factor > 1:
             mean = ops.collectives.replicated_all_reduce(mean, "mean")
         trained = NamedTensors.from_dict({name: variables[name] for name in gradients})
-        state = optimizer(trained, gradients, loss_scaling=scale)
+        with state_on(location):
+            state = optimizer(trained, gradients, loss_scaling=scale)
+    if location == "host":
+        check_on_host(state)
     return Training(mean, variables, state, None if planned is None or memory is None else planned.plan)
 
 
@@ -181,23 +204,42 @@ def _check_settings(accumulate: int, only_streams: bool, sharded: bool, variable
         raise TypeError(f"train_step: `precision` is {precision!r}; expected `MixedPrecision(...)`, or None.")
 
 
-def _chosen_memory(
-    memory: Any, module: Module, inputs: Sequence[Any], variables: NamedTensors | None, **arguments: Any
-) -> Any:
-    """The memory plan or policy of a step, if any: the given one; or, where that is left open, that of the planner
-    which builds the step; or a new plan within the given budget."""
-    if memory is not None and not is_budget(memory):
-        return memory
-    if (asked := asked_memory()) is not None:
-        return asked.memory
-    if memory is None:
-        return None
-    if variables is not None or any(isinstance(each, popxl.Tensor) for each in (*inputs, arguments["loss_scaling"])):
+def _check_division(memory: Any, micro_batches: Any, optimizer_state: Any) -> None:
+    """Check `micro_batches` and `optimizer_state`, which `memory` chooses if they are "auto"."""
+    if micro_batches != "auto" and integer(micro_batches, "train_step: `micro_batches`") < 1:
+        raise ValueError(f"train_step: `micro_batches` is {micro_batches}; expected 1 or more, or 'auto'.")
+    if optimizer_state not in ("auto", *get_args(StateLocation)):
+        raise ValueError(f"train_step: `optimizer_state` is {optimizer_state!r}; expected 'device', 'host', or 'auto'.")
+    for name, value in (("micro_batches", micro_batches), ("optimizer_state", optimizer_state)):
+        if value == "auto" and asked_memory() is None and not (is_budget(memory) or isinstance(memory, MemoryPlan)):
+            raise ValueError(
+                f"train_step: `{name}` is 'auto', which is chosen for a budget, and `memory` is {memory!r}. Give a "
+                f"budget, such as memory='14 GB', or a plan that was made for one; or state `{name}`."
+            )
+
+
+def _check_apart(inputs: Sequence[Any], variables: NamedTensors | None, loss_scaling: Any) -> None:
+    """`ValueError` for a step that cannot be built a second time, apart."""
+    if variables is not None or any(isinstance(each, popxl.Tensor) for each in (*inputs, loss_scaling)):
         raise ValueError(
             "train_step: a budget as `memory` builds the step apart, from streams and variables of its own, "
             "and there are tensors among the arguments. Take the plan of `plan_memory` as `memory`."
         )
-    return _planned_apart(module, inputs, memory, **arguments)
+
+
+def _chosen(
+    memory: Any, micro_batches: Any, optimizer_state: Any, specs: Sequence[popxl.TensorSpec]
+) -> tuple[Any, int, StateLocation]:
+    """Memory plan or policy of a step, if any, its number of micro-batches and the location of the state: as given; or,
+    where that is left open, as the planner which builds the step asks, or as the plan states."""
+    asked = asked_memory()
+    if asked is not None:
+        memory = asked.request.memory if memory is None or is_budget(memory) else memory
+        asked.samples = samples_of(specs) if micro_batches == "auto" else 1
+        asked.is_state_open = optimizer_state == "auto"
+    stated = memory if asked is None else asked.request
+    parts = stated.micro_batches if micro_batches == "auto" else int(micro_batches)
+    return memory, parts, stated.optimizer_state if optimizer_state == "auto" else optimizer_state
 
 
 def _planned_apart(

@@ -11,11 +11,10 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 from popxl.analysis.checking import check, report_data
 from popxl.analysis.memory import Memory
-from popxl.base.asked_memory import asking
+from popxl.base.asked_memory import MemoryRequest, asking
 from popxl.base.container import is_packed
 from popxl.base.pages import OnPage
 from popxl.errors import PopxlError, ReplicationWarning
@@ -29,7 +28,8 @@ from runtime.costs.program_cost import cost_of
 from runtime.fitting import CompiledTrial, fit
 from runtime.inspection import report_of
 from runtime.machine import IdleMachine, Machine, PlanningMachine, TargetMachine
-from runtime.memory_budget import Compiled, plan_within, planned_program
+from runtime.memory_budget import plan_within
+from runtime.memory_compiled import Compiled, planned_program
 from runtime.session import Session
 from runtime.targets.devices import ask_for_cpu_devices
 from runtime.targets.offline import Target
@@ -277,14 +277,14 @@ def plan(asked: CommandArgs, budget: int, save: Path | None) -> int:
         The exit code: 1, if no plan is within the budget, or there is nothing to plan.
     """
 
-    def compiled(memory: Any) -> Compiled:
+    def compiled(request: MemoryRequest) -> Compiled:
         machine = WatchingMachine(asked.idle_machine())
-        with asking(memory) as open_memory, watched(machine), redirect_stdout(StringIO()):
+        with asking(*request) as open_memory, watched(machine), redirect_stdout(StringIO()):
             _, code = run_file(asked.file, asked.arguments)
         if code or not machine.programs:
             why = f"ended with the exit code {code}" if code else "makes no session, so there is nothing to compile"
             raise PopxlError(f"{asked.file} {why}.")
-        return planned_program(machine.programs, open_memory.applied)
+        return planned_program(machine.programs, open_memory)
 
     try:
         found = plan_within(compiled, budget, lambda line: print(line, file=sys.stderr, flush=True))

@@ -163,7 +163,7 @@ class ModelGraph:
                 "pipeline), which say what the backward pass keeps. Leave out one of both."
             )
         if plan is None and asked is not None and not has_checkpoints:
-            plan = asked.memory
+            plan = asked.request.memory
         return None if plan is None else PlannedGradients(self.graph, plan)
 
     def _recomputed(self, gradient: GradGraphInfo) -> GradGraphInfo:

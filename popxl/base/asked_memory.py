@@ -1,4 +1,4 @@
-"""Memory plans and policies that a tool requests for training steps, where the program leaves them open."""
+"""What a tool requests of training steps that leave their memory open: a plan, micro-batches, and where state is."""
 
 from __future__ import annotations
 
@@ -6,21 +6,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+StateLocation = Literal["device", "host"]
+"""Where the state of the optimiser is between steps."""
+
+
+class MemoryRequest(NamedTuple):
+    """What a program shall do where it leaves its memory open.
+
+    Attributes:
+        memory: memory plan or policy.
+        micro_batches: number of parts of a batch.
+        optimizer_state: where the state of the optimiser is.
+    """
+
+    memory: Any
+    micro_batches: int = 1
+    optimizer_state: StateLocation = "device"
 
 
 @dataclass
 class AskedMemory:
-    """Memory plan or policy for a program, with its result.
+    """Request to a program, with its result.
 
     Attributes:
-        memory: the plan or policy.
+        request: the request.
+        samples: samples of a batch whose number of micro-batches the program leaves open; 1 if it states the number.
+        is_state_open: whether the program leaves open where the state of the optimiser is.
         applied: objects that applied it while the program was built.
         held: for graphs that stages of a pipeline call, the most micro-batches whose activations a device holds at a
             time.
     """
 
-    memory: Any
+    request: MemoryRequest
+    samples: int = 1
+    is_state_open: bool = False
     applied: list[Any] = field(default_factory=list)
     held: dict[Any, int] = field(default_factory=dict)
 
@@ -29,14 +50,14 @@ _asked: ContextVar[AskedMemory | None] = ContextVar("asked_memory", default=None
 
 
 def asked_memory() -> AskedMemory | None:
-    """Memory plan or policy requested by a tool; `None` without one."""
+    """Request of a tool; `None` without one."""
     return _asked.get()
 
 
 @contextmanager
-def asking(memory: Any) -> Iterator[AskedMemory]:
-    """Context manager that requests a plan or policy."""
-    asked = AskedMemory(memory)
+def asking(memory: Any, micro_batches: int = 1, optimizer_state: StateLocation = "device") -> Iterator[AskedMemory]:
+    """Context manager that makes a `MemoryRequest`."""
+    asked = AskedMemory(MemoryRequest(memory, micro_batches, optimizer_state))
     token = _asked.set(asked)
     try:
         yield asked

@@ -72,6 +72,11 @@ def remote_variable(
     return v
 
 
+def is_on_host(v: Variable) -> bool:
+    """Whether a variable is only in a remote buffer. Programs have shards of others, which sessions load and store."""
+    return v.location_info.buffer is not None and v.piece is None
+
+
 def replica_sharded_buffer(
     shape: Iterable[int],
     dtype: dtype_,

@@ -6,22 +6,29 @@ Example:
     14000000000
 """
 
-from popxl.base.asked_memory import asked_memory, asking
-from runtime.memory_budget import BudgetedPlan, Compiled, bytes_of, compiled_program, plan_within
+from popxl.base.asked_memory import AskedMemory, MemoryRequest, StateLocation, asked_memory, asking
+from popxl.core.remote_variables import is_on_host
+from runtime.memory_budget import BudgetedPlan, bytes_of, plan_within
+from runtime.memory_compiled import Compiled, Division, compiled_program
 from runtime.memory_needs import GraphNeeds, OpNeeds, ReplicaExchange
 from runtime.memory_solver import Group, Treatments
 
 __all__ = [
+    "AskedMemory",
     "BudgetedPlan",
     "Compiled",
+    "Division",
     "GraphNeeds",
     "Group",
+    "MemoryRequest",
     "OpNeeds",
     "ReplicaExchange",
+    "StateLocation",
     "Treatments",
     "asked_memory",
     "asking",
     "bytes_of",
     "compiled_program",
+    "is_on_host",
     "plan_within",
 ]

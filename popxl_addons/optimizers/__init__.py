@@ -8,6 +8,7 @@ from popxl_addons.optimizers.adam import AdamOptimizerStep
 from popxl_addons.optimizers.functional import adafactor, adamw, lion, sgd
 from popxl_addons.optimizers.loss_scaling import DynamicLossScaling, LossScale
 from popxl_addons.optimizers.of_optax import from_optax
+from popxl_addons.optimizers.state_location import state_on
 from popxl_addons.optimizers.steps import global_norm
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "lion",
     "schedules",
     "sgd",
+    "state_on",
 ]

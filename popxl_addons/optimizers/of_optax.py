@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import popxl
+from popxl import initial
 from popxl.errors import PopxlError, ShardedUpdateWarning
 from popxl.extend.kernels import Array
 from popxl.extend.source import SourceLocation, user_frame, warn_at
@@ -18,6 +19,7 @@ from popxl.op import Colocated, OpKind, Overwrites
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.optimizers.elementwise import combining
 from popxl_addons.optimizers.steps import Scale, Step, Tensors, Trained, select_if_finite
+from popxl_addons.variable_factory import VariableFactory
 
 __all__ = ["from_optax"]
 
@@ -84,14 +86,14 @@ def _optax_step(
         for i, (leaf, name) in enumerate(zip(steps.leaves, steps.owners, strict=True)):
             dtype = popxl.dtype.as_dtype(leaf.dtype)
             if name and leaf.shape == trained[name].whole_shape:
-                v = trained[name].state(f"optax{i}", dtype)
+                factory = trained[name].state(f"optax{i}", dtype)
             else:
-                v = popxl.variable(popxl.initial.zeros(leaf.shape), dtype, f"optimizer.optax{i}")
-            step.state[f"state.{i}"] = v
-            state.append(v.on_replica)
+                factory = VariableFactory(partial(initial.zeros, leaf.shape), dtype, f"optimizer.optax{i}")
+            state.append(step.new_state(f"state.{i}", factory))
         tensors = [each.tensor for each in step.trained]
         of_trained = (each.gradient for each in step.trained)
         steps.kind(*tensors, *state, *of_trained, *values, step.number, *step.factors[1:])
+        step.store_state()
         return step.named_state
 
 

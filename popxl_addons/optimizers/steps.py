@@ -29,6 +29,7 @@ from popxl_addons.optimizers.arguments import check_floating
 from popxl_addons.optimizers.loss_scaling import LossScale, all_finite
 from popxl_addons.optimizers.placement import Placement
 from popxl_addons.optimizers.schedules import Schedule
+from popxl_addons.optimizers.state_location import StateStorage
 from popxl_addons.variable_factory import VariableFactory
 
 Tensors = NamedTensors | Mapping[str, popxl.Tensor] | Sequence[popxl.Tensor]
@@ -71,14 +72,15 @@ class Trained:
         """Number of replicas with identical data."""
         return self.grouping.const_rg.group_size // self.pieces
 
-    def state(self, name: str, dtype: popxl.dtype, shape: tuple[int, ...] | None = None, start: float = 0) -> Variable:
-        """Create an associated state variable; equal shapes inherit grouping and sharding."""
+    def state(self, name: str, dtype: popxl.dtype, shape: tuple[int, ...] | None = None) -> VariableFactory:
+        """Factory of an associated state variable of zeros; equal shapes inherit grouping and sharding."""
         pieces, shape = (self.pieces, self.whole_shape) if shape is None else (1, shape)
         axis = self._group_axis_of(shape)
         is_reduced = self.axis is not None and axis is None  # all groups share the state then
         grouping = popxl.gir().replica_grouping() if is_reduced else self.grouping
-        factory = VariableFactory(partial(initial.full, shape, start), dtype, name, False, grouping, pieces, axis)
-        return factory.create_tensor(f"optimizer.{self.name}.{name}")
+        return VariableFactory(
+            partial(initial.zeros, shape), dtype, f"optimizer.{self.name}.{name}", False, grouping, pieces, axis
+        )
 
     def _group_axis_of(self, shape: tuple[int, ...]) -> int | None:
         """Axis along which groups divide state of this shape; `None` if the state is reduced over that axis."""
@@ -221,6 +223,7 @@ class Step:
         loss_scaling: Scale,
     ) -> None:
         self.trained, self._placement = _trained(optimizer, variables, gradients), Placement()
+        self._storage = StateStorage()
         scale = loss_scaling.value if isinstance(loss_scaling, LossScale) else loss_scaling
         scale = factor(scale, f"{optimizer}: `loss_scaling`")
         if not callable(lr):
@@ -245,14 +248,15 @@ class Step:
             loss_scaling.update_(self.finite)
             self.state |= {"loss_scaling.value": scale, "loss_scaling.good_steps": loss_scaling.good_steps}
 
-    def state_variables(self, each: Trained, **slots: Any) -> list[popxl.Tensor]:
-        """State of one variable: named dtypes, optionally with shapes."""
-        made = []
-        for name, how in slots.items():
-            v = each.state(name, *(how if isinstance(how, tuple) else (how,)))
-            self.state[f"{each.name}.{name}"] = v
-            made.append(v.on_replica)
-        return made
+    def new_state(self, name: str, factory: VariableFactory, after: popxl.Tensor | None = None) -> popxl.Tensor:
+        """Tensor of new state for one update, which `store_state` has to follow; if it is loaded, then after another
+        tensor."""
+        self.state[name], t = self._storage.create(factory, after)
+        return t
+
+    def store_state(self) -> None:
+        """Store what `new_state` has loaded from the host."""
+        self._storage.store()
 
     @cached_property
     def factors(self) -> tuple[popxl.Tensor, ...]:
@@ -264,13 +268,21 @@ class Step:
         return known if self.finite is None else (*known, self.finite)
 
     def update(self, kind: OpKind, each: Trained, slots: Mapping[str, Any], **how: Any) -> None:
-        """Add the update op of one variable and its state, on its IPU; `slots` as for `state_variables`."""
+        """Add the update op of one variable and its state, on its IPU; `slots` are dtypes by name, or dtypes and shapes
+        where these are not the variable's."""
         ipu = self._placement.ipu_of(each.tensor)
         gradient, number, *factors = (
             self._placement.copy_to(t, ipu) for t in (each.gradient, self.number, *self.factors)
         )
         with get_current_context().set(ipu_id=ipu):
-            kind(each.tensor, gradient, number, *self.state_variables(each, **slots), *factors, **how)
+            state = [
+                self.new_state(
+                    f"{each.name}.{name}", each.state(name, *(s if isinstance(s, tuple) else (s,))), gradient
+                )
+                for name, s in slots.items()
+            ]
+            kind(each.tensor, gradient, number, *state, *factors, **how)
+            self.store_state()
 
     @property
     def named_state(self) -> NamedTensors:

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 import popxl
 from popxl.extend.arguments import check_type
-from popxl.extend.memory import BudgetedPlan, Compiled, asking, bytes_of, compiled_program, plan_within
+from popxl.extend.memory import BudgetedPlan, Compiled, MemoryRequest, asking, bytes_of, compiled_program, plan_within
 from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
 
 __all__ = ["plan_memory"]
@@ -67,12 +67,12 @@ def plan_memory(
         raise TypeError(f"plan_memory: `told` is {told!r}; expected a function of a line of text, such as `print`.")
     size = bytes_of(budget, "plan_memory: `budget`")
 
-    def compiled(memory: MemoryPlan | MemoryPolicy) -> Compiled:
-        with asking(memory) as asked:
-            ir = build(memory)
+    def compiled(request: MemoryRequest) -> Compiled:
+        with asking(*request) as asked:
+            ir = build(request.memory)
             check_type(ir, popxl.Ir, "plan_memory: what `build` returns", "the Ir of the program")
             session = popxl.Session(ir, "ipu_hw" if target is None else target)
-        return compiled_program(ir, session.program, asked.applied)
+        return compiled_program(ir, session.program, asked)
 
     return plan_within(compiled, size, told)
 

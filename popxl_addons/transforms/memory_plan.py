@@ -16,12 +16,13 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, SupportsIndex, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import popxl
 from popxl.extend.arguments import check_type
 from popxl.extend.files import replace_file
 from popxl.extend.graphs import has_effect, own_flops, through_calls, written_inputs
+from popxl.extend.memory import StateLocation
 from popxl.extend.pages import OnPage, Page, Table, bytes_text, listed
 from popxl.transforms import GradGraphInfo
 from popxl_addons.ops.weight_gather import gathered_weights_of
@@ -221,6 +222,8 @@ class MemoryPlan(OnPage, BaseModel):
     Attributes:
         graphs: the plans of the graphs, in the order of their first calls. Several plans of one graph are of groups of
             its calls: the first is of its first calls, the next of those that follow.
+        micro_batches: number of micro-batches of a batch, for `train_step(micro_batches="auto")`.
+        optimizer_state: where the state of the optimiser is between steps, for `train_step(optimizer_state="auto")`.
 
     Example:
         >>> line = PlannedActivation(path="scores", treatment="keep", bytes=64, line="model.py:3")
@@ -243,6 +246,8 @@ class MemoryPlan(OnPage, BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     graphs: tuple[GraphPlan, ...]
+    micro_batches: int = Field(default=1, ge=1)
+    optimizer_state: StateLocation = "device"
 
     def write_json(self, file: str | Path) -> None:
         """Write the plan to a JSON file."""
@@ -299,6 +304,13 @@ class MemoryPlan(OnPage, BaseModel):
                 graphs.append(part)
         return self.model_copy(update={"graphs": tuple(_merged(graphs))})
 
+    @property
+    def besides(self) -> str:
+        """What the plan says besides activations: "4 micro-batches, the state of the optimiser on the host"."""
+        divided = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        away = "the state of the optimiser on the host" if self.optimizer_state == "host" else ""
+        return ", ".join(each for each in (divided, away) if each)
+
     def _calls(self) -> Counter[str]:
         """Total calls of each graph."""
         totals = Counter[str]()
@@ -308,7 +320,7 @@ class MemoryPlan(OnPage, BaseModel):
 
     def page(self) -> Page:
         """What `print` and notebooks show."""
-        parts: list[str | Table] = []
+        parts: list[str | Table] = [f"In addition: {self.besides}."] if self.besides else []
         totals, done = self._calls(), Counter[str]()
         for graph in self.graphs:
             total, first = totals[graph.graph], done[graph.graph] + 1
@@ -325,7 +337,9 @@ class MemoryPlan(OnPage, BaseModel):
                 for each in graph.activations
             ]
             parts.append(Table(["activation", "line", "bytes", "treatment", "operations to recompute it"], rows))
-        return Page("Memory plan", parts or ["The gradients read no activations that could be recomputed."])
+        if not self.graphs:
+            parts.append("The gradients read no activations that could be recomputed.")
+        return Page("Memory plan", parts)
 
 
 def _merged(groups: Iterable[GraphPlan]) -> Iterator[GraphPlan]:

@@ -8,7 +8,7 @@ from typing import get_args
 
 import popxl
 from popxl.extend.graphs import own_flops
-from popxl.extend.memory import GraphNeeds, Treatments, asked_memory
+from popxl.extend.memory import GraphNeeds, StateLocation, Treatments, asked_memory
 from popxl.transforms import GradGraphInfo
 from popxl_addons.grad_info import remap_grad_info
 from popxl_addons.ops.weight_gather import gathers_weights
@@ -45,9 +45,16 @@ class PlannedGradients:
 
     Args:
         memory: a plan, which names each planned graph; or a policy for all of them.
+        micro_batches, optimizer_state: what the program does besides, which its plan states.
     """
 
-    def __init__(self, model: popxl.Graph, memory: MemoryPlan | MemoryPolicy) -> None:
+    def __init__(
+        self,
+        model: popxl.Graph,
+        memory: MemoryPlan | MemoryPolicy,
+        micro_batches: int = 1,
+        optimizer_state: StateLocation = "device",
+    ) -> None:
         if not isinstance(memory, MemoryPlan) and memory not in get_args(MemoryPolicy):
             policies = ", ".join(map(repr, get_args(MemoryPolicy)))
             raise ValueError(
@@ -55,6 +62,7 @@ class PlannedGradients:
                 "budget, too, such as '14 GB'."
             )
         self.memory = memory
+        self._micro_batches, self._optimizer_state = micro_batches, optimizer_state
         self.model = model
         self.calls = Counter[popxl.Graph]()
         for op, times in calls_in(model):
@@ -80,7 +88,7 @@ class PlannedGradients:
     def plan(self) -> MemoryPlan:
         """The plan that was applied."""
         applied = (self._applied_plans.get(graph) for graph in self.names)
-        return MemoryPlan(graphs=tuple(plan for plan in applied if plan is not None))
+        return self._plan_of(plan for plan in applied if plan is not None)
 
     @property
     def needs(self) -> tuple[GraphNeeds, ...]:
@@ -103,7 +111,12 @@ class PlannedGradients:
                         _line(each, "recompute" if each.is_gathered else group.treatments[each.path]) for each in known
                     )
                     graphs.append(GraphPlan(graph=name, calls=group.calls, activations=lines))
-        return MemoryPlan(graphs=tuple(graphs))
+        return self._plan_of(graphs)
+
+    def _plan_of(self, graphs: Iterable[GraphPlan]) -> MemoryPlan:
+        return MemoryPlan(
+            graphs=tuple(graphs), micro_batches=self._micro_batches, optimizer_state=self._optimizer_state
+        )
 
     def __call__(self, info: GradGraphInfo) -> GradGraphInfo:
         """Gradient of a called graph, with the treatments of its plan."""

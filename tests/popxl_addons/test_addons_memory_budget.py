@@ -20,7 +20,18 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl.__main__ import main
-from popxl.extend.memory import Compiled, GraphNeeds, Group, OpNeeds, ReplicaExchange, asking, bytes_of, plan_within
+from popxl.extend.memory import (
+    Compiled,
+    Division,
+    GraphNeeds,
+    Group,
+    MemoryRequest,
+    OpNeeds,
+    ReplicaExchange,
+    asking,
+    bytes_of,
+    plan_within,
+)
 from popxl_addons import optimizers
 from popxl_addons.transforms.memory_plan import Treatment
 from runtime import progress
@@ -115,12 +126,13 @@ def test_the_budget_is_used_whatever_a_planned_byte_weighs(weight: float, share:
     read = {path: (19 - i, 19 - i) for i, path in enumerate(paths)}
     needs = (GraphNeeds("g", 1, dict.fromkeys(paths, 10**6), read, every, (0,) * 20),)
 
-    def compiled(plan: Any) -> Any:
+    def compiled(request: MemoryRequest) -> Any:
+        plan = request.memory
         kept = 20 if plan == "everything" else [*plan["g"][0].treatments.values()].count("keep")
         temporaries = round(weight * kept * 10**6)
         memory = SimpleNamespace(device=10**7 + temporaries, temporaries=temporaries)
         applied = SimpleNamespace(needs=needs, plan=plan, plan_with=dict)
-        return Compiled(None, memory, None, None, frozenset(), "read", applied)  # type: ignore[arg-type]
+        return Compiled(None, memory, None, None, frozenset(), "read", (Division(),), applied)  # type: ignore[arg-type]
 
     found = plan_within(compiled, round(share * (10 + 20 * weight) * 10**6), lambda line: None)
     assert 0.85 * found.budget <= found.peak <= found.budget and found.compilations <= 3

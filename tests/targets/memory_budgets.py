@@ -28,7 +28,7 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl.errors import PopxlError
-from popxl.extend.memory import Compiled, asking, compiled_program, plan_within
+from popxl.extend.memory import Compiled, MemoryRequest, asking, compiled_program, plan_within
 from popxl_addons import optimizers
 from popxl_addons.layers import MLP, Attention, Conv2D, Experts, GroupNorm, LayerNorm, TransformerBlock
 from runtime.costs.hlo import parse_hlo
@@ -170,10 +170,11 @@ def machine(name: str, target: str) -> str | popxl.Target:
 
 
 @cache
-def compiled(name: str, target: str, calls: Any, memory: Any) -> Compiled:
+def compiled(name: str, target: str, calls: Any, request: MemoryRequest) -> Compiled:
     """The program with a plan, or a policy: the budgets of a program share them."""
     np.random.seed(0)
-    with asking(memory) as asked:
+    memory = request.memory
+    with asking(*request) as asked:
         if name in OF_LLAMAS:
             sizes, devices = OF_LLAMAS[name]
             session = session_of(sizes, "rolled", f"{target}:{devices}", memory=memory)
@@ -181,7 +182,7 @@ def compiled(name: str, target: str, calls: Any, memory: Any) -> Compiled:
             session = torch_session(OF_PYTORCH[name], target, calls, memory)
         else:
             session = popxl.Session(built(name, target, calls, memory), machine(name, target))
-    return compiled_program(session.ir, session.program, asked.applied)
+    return compiled_program(session.ir, session.program, asked)
 
 
 class InJax(NamedTuple):
@@ -242,7 +243,7 @@ def in_jax(name: str, target: str) -> tuple[InJax, ...]:
 def row(name: str, target: str, calls: Any, share: int, beside: bool) -> list[str]:
     """A budget, as cells of the table."""
     with_memory = partial(compiled, name, target, calls)
-    whole = with_memory("everything")
+    whole = with_memory(MemoryRequest("everything"))
     budget = whole.memory.device * share // 100
     try:
         plan = plan_within(with_memory, budget, lambda line: print(line, file=sys.stderr, flush=True))

@@ -1,0 +1,80 @@
+"""Micro-batches of a batch that a step loads as a whole: equal slices of the first dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import popxl
+from popxl import ops
+
+__all__ = ["MicroBatches"]
+
+
+class MicroBatches:
+    """Division of a step's inputs into equal slices of their first dimension.
+
+    Scalars are the same for all micro-batches. Of a random seed, each has one of its own.
+
+    Args:
+        specs: specs of the inputs, with whole batches.
+        count: number of micro-batches.
+
+    Attributes:
+        specs: specs of the inputs of a micro-batch.
+
+    Raises:
+        ValueError: for inputs of different first dimensions, and for a dimension that `count` does not divide.
+    """
+
+    def __init__(self, specs: Sequence[popxl.TensorSpec], count: int) -> None:
+        self._count, self.specs = count, [*specs]
+        if count == 1:
+            return
+        samples = samples_of(specs)
+        if samples % count:
+            raise ValueError(
+                f"train_step: `micro_batches` is {count}, which does not divide a batch of {samples} samples; expected "
+                f"one of {', '.join(str(n) for n in range(1, samples + 1) if samples % n == 0)}."
+            )
+        self.specs = [
+            each if _samples(each) is None else popxl.TensorSpec((samples // count, *each.shape[1:]), each.dtype)
+            for each in specs
+        ]
+
+    def slices_of(self, batch: Sequence[popxl.Tensor]) -> Iterator[list[popxl.Tensor]]:
+        """The inputs of each micro-batch."""
+        if self._count == 1:
+            yield [*batch]
+            return
+        divided = [self._divided(t) for t in batch]
+        for number in range(self._count):
+            yield [each[number] for each in divided]
+
+    def _divided(self, t: popxl.Tensor) -> Sequence[popxl.Tensor]:
+        if _is_seed(t.spec):
+            return ops.split_random_seed(t, self._count)
+        if not t.shape:
+            return [t] * self._count
+        size = t.shape[0] // self._count
+        return [t[start : start + size] for start in range(0, t.shape[0], size)]
+
+
+def samples_of(specs: Sequence[popxl.TensorSpec]) -> int:
+    """Samples of a batch: the first dimension of all inputs that have one. `ValueError` if they differ, or none has."""
+    found = {f"inputs[{i}]": samples for i, each in enumerate(specs) if (samples := _samples(each)) is not None}
+    if len(set(found.values())) != 1:
+        raise ValueError(
+            "train_step: `micro_batches` are slices of the first dimension of the inputs, the samples of a batch; got "
+            f"{', '.join(f'{samples} in `{name}`' for name, samples in found.items()) or 'scalars'}. Give all inputs "
+            "the same first dimension; scalars and random seeds need none."
+        )
+    return next(iter(found.values()))
+
+
+def _samples(spec: popxl.TensorSpec) -> int | None:
+    """First dimension of an input; `None` for scalars and random seeds."""
+    return spec.shape[0] if spec.shape and not _is_seed(spec) else None
+
+
+def _is_seed(spec: popxl.TensorSpec) -> bool:
+    return spec.dtype is popxl.uint32 and tuple(spec.shape) == (2,)

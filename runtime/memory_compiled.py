@@ -1,0 +1,139 @@
+"""A program compiled with a memory plan: what the search for a plan within a budget reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from popxl.analysis.memory import Memory
+from popxl.base.asked_memory import AskedMemory, StateLocation
+from popxl.core.recording import Op
+from popxl.graph import Graph
+from popxl.ir import Ir
+from runtime.costs.cost import Cost
+from runtime.costs.executables import chip_of
+from runtime.costs.memory import memory_of_program
+from runtime.costs.program_cost import cost_of
+from runtime.memory_solver import Release
+from runtime.program.compiled import CompiledProgram
+from runtime.targets.chip import Chip
+
+_RELEASES: Mapping[str, Release] = {"inlined": "read", "rolled": "loop", "batched": "loop"}
+"""By how called graphs are compiled; else memory is free after a call."""
+
+
+class Division(NamedTuple):
+    """What a step does to need less memory, besides its memory plan.
+
+    Attributes:
+        micro_batches: number of micro-batches of a batch.
+        state: where the state of the optimiser is between steps.
+    """
+
+    micro_batches: int = 1
+    state: StateLocation = "device"
+
+    def __str__(self) -> str:
+        """Text for messages: "4 micro-batches, state on the host"."""
+        divided = "1 micro-batch" if self.micro_batches == 1 else f"{self.micro_batches} micro-batches"
+        return divided if self.state == "device" else f"{divided}, state on the host"
+
+    def is_below(self, other: Division) -> bool:
+        """Whether it may need less memory than another one: more micro-batches, or the state on the host."""
+        if self.state == other.state:
+            return self.micro_batches > other.micro_batches
+        return self.state == "host"
+
+
+class Compiled(NamedTuple):
+    """Program compiled with a memory plan.
+
+    Attributes:
+        ir: the program.
+        memory, cost: figures of the compiler.
+        chip: published figures, if there are any.
+        offloadable: names of graphs whose offloaded activations are on the host meanwhile: those that rerolled loops
+            call, on TPUs. XLA fetches those of other calls long before they are read; on GPUs, no plan of a budget with
+            them has been compiled.
+        release: time when the memory of an activation is freed.
+        divisions: divisions that the program leaves open, from few micro-batches to many; those with its state on the
+            host last.
+        applied: object that applied the plan: its `needs` are the graphs, its `plan` is the applied plan, and
+            `plan_with(treatments)` another plan for the same program.
+    """
+
+    ir: Ir
+    memory: Memory
+    cost: Cost
+    chip: Chip | None
+    offloadable: frozenset[str]
+    release: Release
+    divisions: tuple[Division, ...]
+    applied: Any
+
+    def weight(self, planned: int) -> float:
+        """Bytes of the peak for a planned byte, by estimate: kernels hold further values beside activations."""
+        return min(max((self.memory.temporaries or 0) / planned, 1.0), 2.0) if planned else 1.0
+
+
+def compiled_program(ir: Ir, program: CompiledProgram, asked: AskedMemory) -> Compiled:
+    """Compiled program, with the data for the plan search.
+
+    Args:
+        asked: request under which it was built.
+
+    Raises:
+        ValueError: if the program applies no memory plan, or several.
+    """
+    applied = asked.applied
+    if len(applied) != 1:
+        raise ValueError(
+            f"plan_memory: the program applies {len(applied)} memory plans; expected one. Give `memory` to the one "
+            "`train_step` or `autodiff` of the program. A `poptorch.trainingModel` applies one where it is compiled, "
+            "unless its model has checkpoints, or its options recompute (`autoRecomputation`, a pipeline) or set a "
+            "plan (`setMemoryPlan`). Nothing runs, so a program has to train before it runs anything else."
+        )
+    release = "read" if applied[0].is_whole else _RELEASES.get(program.layout.calls, "call")
+    offloadable = frozenset(_offloadable(program, applied[0].names))
+    memory, cost = memory_of_program(ir, program), cost_of(program)
+    return Compiled(
+        ir, memory, cost, chip_of(program), offloadable, release, tuple(_divisions(program, asked)), applied[0]
+    )
+
+
+def _divisions(program: CompiledProgram, asked: AskedMemory) -> Iterator[Division]:
+    """Divisions that a program leaves open. On CPUs, host and device memory are the same."""
+    has_host = program.layout.compile_target.platform != "cpu"
+    states: Sequence[StateLocation] = ("device", "host") if asked.is_state_open and has_host else ("device",)
+    for state in states:
+        for count in range(1, asked.samples + 1):
+            if asked.samples % count == 0:
+                yield Division(count, state)
+
+
+def _offloadable(program: CompiledProgram, names: Mapping[Graph, str]) -> Iterator[str]:
+    """Names of planned graphs that only loops call, on devices where loops offload."""
+    layout = program.layout
+    rerolling = layout.rerolling
+    if rerolling is None or layout.calls != "rolled" or layout.compile_target.platform != "tpu":
+        return
+    in_loops = {op for loop in rerolling.loops for op in loop.all_ops}
+    for graph, name in names.items():
+        if all(call in in_loops or "repeat_count" in _caller(call) for call in graph.call_sites):
+            yield name
+
+
+def _caller(call: Op) -> Mapping[str, Any]:
+    """Attributes of the op whose graph makes a call; none in the main graph, and in graphs called several times."""
+    callers = call.graph.call_sites
+    return callers[0].attributes if len(callers) == 1 else {}
+
+
+def planned_program(programs: Sequence[tuple[Ir, CompiledProgram]], asked: AskedMemory) -> Compiled:
+    """Compiled program that a memory plan was applied to, among those of a user's file; the first one without any.
+
+    Raises:
+        ValueError: as for `compiled_program`.
+    """
+    planned = (each for each in programs if any(each[0] is by.model.ir for by in asked.applied))
+    return compiled_program(*next(planned, programs[0]), asked)

@@ -1,0 +1,163 @@
+"""Memory and time of a training step in other numbers of micro-batches, and with its state on the host, by estimate.
+
+Estimates start from a program that is compiled with everything kept. They order the divisions that a search tries; the
+compiler decides what fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import ceil, prod
+
+from popxl.analysis.memory import Memory
+from popxl.core.remote_variables import is_on_host
+from popxl.core.tensor import Tensor, Variable
+from popxl.graph import Graph
+from popxl.ir import Ir
+from runtime.memory_compiled import Compiled, Division
+from runtime.memory_needs import BANDWIDTH, GraphNeeds, OpNeeds
+from runtime.memory_solver import keep_all, solve
+
+_ACCUMULATOR = 4
+"""Bytes of an element of an accumulator: float32."""
+
+
+class StepMemory:
+    """Parts of a compiled step's memory.
+
+    Args:
+        ir, memory: the program, as compiled.
+        model: graph whose activations are planned.
+        graphs: what the graphs that it calls need.
+    """
+
+    def __init__(self, ir: Ir, memory: Memory, model: Graph, graphs: Sequence[GraphNeeds]) -> None:
+        self._memory = memory
+        self._read = _variables_of(model, ir.main_graph.variables)
+        trained = sum(_on_replica(v).nelms for v in self._read if v.dtype.is_floating_point)
+        self.accumulators = _ACCUMULATOR * trained
+        """Bytes of accumulators, which a step in one piece does without."""
+        self._is_accumulated = len(model.call_sites) > 1
+        self.gradients = min(sum(g.gradients * g.calls for g in graphs), memory.temporaries)
+        """Bytes of the gradients of variables, at the end of a backward pass."""
+        others = (v for v in ir.main_graph.variables if v not in self._read and not is_on_host(v))
+        self.others = sum(_bytes(v) for v in others)
+        """Bytes of variables on the device that the model does not read: state of the optimiser, and accumulators."""
+        self.state = max(self.others - (self.accumulators if self._is_accumulated else 0), 0)
+        """Bytes of the state of the optimiser on the device."""
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the variables that the model reads."""
+        return sum(_bytes(v) for v in self._read)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of a step in many micro-batches, without any activations."""
+        return self.without_temporaries(is_accumulated=True) + self.gradients
+
+    def without_temporaries(self, is_accumulated: bool) -> int:
+        """Bytes without temporaries, with or without accumulators."""
+        added = self.accumulators if is_accumulated and not self._is_accumulated else 0
+        return self._memory.device - self._memory.temporaries + added
+
+    def in_parts(self, parts: int) -> int:
+        """Bytes that a step needs if micro-batches have `1 / parts` of the samples."""
+        return self.fixed + (self._memory.temporaries - self.gradients) // parts
+
+
+class DivisionEstimate:
+    """Choice of a division by estimates from one compiled program.
+
+    Args:
+        compiled: program with everything kept.
+    """
+
+    def __init__(self, compiled: Compiled, division: Division, budget: float) -> None:
+        self._compiled, self._division, self._budget = compiled, division, budget
+        self._graphs: Sequence[GraphNeeds] = compiled.applied.needs
+        self._planned = keep_all(self._graphs, compiled.release).bytes
+        self._step = StepMemory(compiled.ir, compiled.memory, compiled.applied.model, self._graphs)
+
+    def cheapest(self, candidates: Iterable[Division]) -> Division | None:
+        """The division within the budget that takes least time, with its state on the device if possible."""
+        best, least = None, float("inf")
+        for each in candidates:
+            if best is not None and (each.state != best.state or self._overhead(each) >= least):
+                break  # more micro-batches cost more
+            if (seconds := self._seconds(each)) < least:
+                best, least = each, seconds
+        return best
+
+    @cached_property
+    def _bandwidth(self) -> float:
+        return BANDWIDTH if self._compiled.chip is None else self._compiled.chip.memory_bandwidth
+
+    def _overhead(self, division: Division) -> float:
+        """Seconds to read weights and to read and write accumulators in each micro-batch, forward and backward; and to
+        move the state between host and device."""
+        count, step = division.micro_batches, self._step
+        moved = 2 * (count - 1) * step.weights + (2 * count * step.accumulators if count > 1 else 0)
+        chip = self._compiled.chip
+        host = self._bandwidth / 10 if chip is None else chip.host_bandwidth
+        return moved / self._bandwidth + (2 * step.state / host if division.state == "host" else 0.0)
+
+    def _seconds(self, division: Division) -> float:
+        """Seconds that a division adds to a step with its best plan; infinity without one."""
+        share = self._division.micro_batches / division.micro_batches
+        graphs = [_scaled(g, share) for g in self._graphs]
+        weight, limit = self._compiled.weight(self._planned), self._budget - self._fixed(division, share)
+        kept = keep_all(graphs, self._compiled.release)
+        if weight * kept.bytes <= limit:
+            return self._overhead(division)
+        compiled = self._compiled
+        plan = solve(graphs, limit / weight, compiled.chip, compiled.offloadable, compiled.release)
+        return float("inf") if plan is None else self._overhead(division) + division.micro_batches * plan.seconds
+
+    def _fixed(self, division: Division, share: float) -> float:
+        """Bytes besides planned ones, with a share of the samples in a micro-batch."""
+        memory, step = self._compiled.memory, self._step
+        fixed = step.without_temporaries(division.micro_batches > 1) - (step.state if division.state == "host" else 0)
+        return fixed + share * max(memory.temporaries - self._compiled.weight(self._planned) * self._planned, 0)
+
+
+def _scaled(g: GraphNeeds, share: float) -> GraphNeeds:
+    """What a graph needs with a share of the samples, with one treatment for all of its calls: enough to compare."""
+
+    def op(each: OpNeeds) -> OpNeeds:
+        exchanges = tuple(x._replace(bytes=ceil(share * x.bytes)) for x in each.exchanges)
+        products, moved = ceil(share * each.products), ceil(share * each.bytes)
+        return replace(each, products=products, bytes=moved, exchanges=exchanges)
+
+    return replace(
+        g,
+        bytes={path: ceil(share * size) for path, size in g.bytes.items()},
+        steps=tuple(ceil(share * size) for size in g.steps),
+        ops=tuple(op(each) for each in g.ops),
+        ends=(),
+    )
+
+
+def _variables_of(graph: Graph, variables: Iterable[Variable]) -> set[Variable]:
+    """Variables that calls of a graph read, possibly cast or gathered before."""
+    owners = {v.piece: v for v in variables if v.piece is not None}
+    found: dict[Tensor, None] = {}
+    waiting: list[Tensor] = [t for call in graph.call_sites for t in call.inputs]
+    while waiting:
+        t = waiting.pop()
+        if t not in found:
+            found[t] = None
+            waiting += t.producer.inputs if t.producer is not None and len(t.producer.inputs) == 1 else ()
+    return {v for t in found if isinstance(v := owners.get(t, t), Variable)}
+
+
+def _on_replica(v: Variable) -> Tensor:
+    """What a replica has of a variable: its shard, or all of it."""
+    return v if v.piece is None else v.piece
+
+
+def _bytes(v: Variable) -> int:
+    t = _on_replica(v)
+    return prod(t.shape) * t.dtype.itemsize

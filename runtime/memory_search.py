@@ -1,0 +1,153 @@
+"""Plans of one program within a memory budget: solve, compile, and correct the limit by the compiler's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from popxl.base.asked_memory import MemoryRequest
+from popxl.base.pages import bytes_text
+from runtime.memory_compiled import Compiled, Division
+from runtime.memory_needs import GraphNeeds
+from runtime.memory_solver import Release, Solution, keep_all, most_bytes, solve
+from runtime.progress import stage
+
+COMPILATIONS = 3
+"""How often a program is compiled at most: with everything kept, with the plan, and with the corrected plan."""
+
+_AIM, _LAST_AIM = 0.95, 0.92
+"""Shares of the budget that a plan aims at: after a plan above the budget, and between one above and one within it."""
+
+_FIRST_AIM: Mapping[Release, float] = {"read": 0.93, "call": 0.86, "loop": 0.93}
+"""The same for the first plan: noinline calls hold more than is counted."""
+
+
+class PlanSearch:
+    """Plans of a program that were tried, with their solutions.
+
+    Args:
+        compiled: function that builds a program as requested, and compiles it.
+        told: function called with a line after each compilation.
+        division: what the program does besides.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[[MemoryRequest], Compiled],
+        budget: int,
+        told: Callable[[str], object],
+        division: Division = Division(),  # noqa: B008
+    ) -> None:
+        self._compile_with, self._budget, self._told, self.division = compiled, budget, told, division
+        self._title = f"Memory plan within {bytes_text(budget)}"
+        if division != Division():
+            self._title += f", {division}"
+        self.tried: list[tuple[Solution, Compiled]] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last plan uses the budget, or does without recomputation."""
+        solution, last = self.tried[-1]
+        peak = last.memory.device
+        return peak <= self._budget and (not solution.seconds or peak >= 0.9 * self._budget)
+
+    @property
+    def _graphs(self) -> Sequence[GraphNeeds]:
+        needs: Sequence[GraphNeeds] = self.everything.applied.needs
+        return needs
+
+    def try_everything(self) -> None:
+        """Compile the program with all activations kept."""
+        first = self._compile("everything")
+        self._add(keep_all(first.applied.needs, first.release), first)
+
+    @property
+    def compiled(self) -> list[Compiled]:
+        """The programs that were compiled."""
+        return [found for _, found in self.tried]
+
+    @property
+    def everything(self) -> Compiled:
+        """The program with all activations kept."""
+        return self.compiled[0]
+
+    def try_plans(self) -> None:
+        """Compile plans until one uses the budget; the smallest plan if none fits."""
+        while not self.is_done and len(self.tried) < COMPILATIONS and any(map(self._try, self._limits())):
+            pass
+        if not self.fitting:
+            self._try(None)
+
+    def _try(self, limit: float | None) -> bool:
+        """Compile a plan with at most `limit` bytes of activations. False if there is none that was not tried."""
+        solution = self._solved(limit)
+        if solution is None or self._is_known(solution) or solution.bytes > self.tried[0][0].bytes:
+            return False  # more than with everything kept: the time to solve was too short
+        self._add(solution, self._compile(self.everything.applied.plan_with(solution.treatments)))
+        return True
+
+    @property
+    def fitting(self) -> list[tuple[Solution, Compiled]]:
+        """Plans within the budget."""
+        return [each for each in self.tried if each[1].memory.device <= self._budget]
+
+    @property
+    def best(self) -> Compiled:
+        """The program with the plan within the budget that adds least time."""
+        return min(self.fitting, key=lambda each: each[0].seconds)[1]
+
+    def _compile(self, memory: Any) -> Compiled:
+        number = len(self.tried) + 1
+        before = f", {bytes_text(self.tried[-1][1].memory.device)} the last time" if self.tried else ""
+        last = f"of at most {COMPILATIONS}" if number <= COMPILATIONS else "with the smallest plan"
+        with stage(f"{self._title}: program {number} {last}{before}"):
+            return self._compile_with(MemoryRequest(memory, *self.division))
+
+    def _add(self, solution: Solution, found: Compiled) -> None:
+        self.tried.append((solution, found))
+        self._told(
+            f"{len(self.tried)}: {bytes_text(found.memory.device)} as compiled, of {bytes_text(self._budget)}, with "
+            f"{bytes_text(solution.bytes)} of activations{f', {self.division}' if self.division != Division() else ''}"
+        )
+
+    def _solved(self, limit: float | None) -> Solution | None:
+        last = self.tried[-1][1]
+        with stage(f"{self._title}: solving"):
+            return solve(self._graphs, limit, last.chip, last.offloadable, last.release)
+
+    def _is_known(self, solution: Solution) -> bool:
+        return any(solution.treatments == known.treatments for known, _ in self.tried)
+
+    def _limits(self) -> Iterator[float | None]:
+        """Bytes of activations for which the peak should be just below the budget; None, as few as possible, if nothing
+        fits yet.
+
+        Peaks grow about linearly with planned bytes. A byte weighs more than one where kernels hold further values
+        beside activations: of a single program, temporaries say how much. With plans on both sides of the budget, the
+        limit is on the line between them. If only plans above it are known, there is one more try: its margin grows
+        with the excess of the last one, and if no plan has as few bytes as the line asks for, the weight is one.
+        """
+        points = [self._point(solution, found) for solution, found in self.tried]
+        fitting = [each for each in points if each[1] <= self._budget]
+        planned, peak = points[-1]
+        if fitting:
+            low, high = max(fitting), min(each for each in points if each[1] > self._budget)
+            if low[0] < high[0]:
+                yield low[0] + (_LAST_AIM * self._budget - low[1]) * (high[0] - low[0]) / (high[1] - low[1])
+            return
+        if len(points) == 1:
+            first = self.everything
+            yield planned + (_FIRST_AIM[first.release] * self._budget - peak) / first.weight(planned)
+        else:
+            weight = 1.0
+            if planned != points[0][0]:
+                weight = min(max((points[0][1] - peak) / (points[0][0] - planned), 0.25), 2.0)
+            aim = max(_AIM - 0.75 * (peak / self._budget - 1), 0.7) * self._budget
+            yield planned + (aim - peak) / weight
+            if weight < 1.0:
+                yield planned + aim - peak
+        yield None
+
+    def _point(self, solution: Solution, found: Compiled) -> tuple[int, int]:
+        """Planned bytes of a tried plan, and its peak as compiled."""
+        return most_bytes(self._graphs, solution.treatments, found.release), found.memory.device

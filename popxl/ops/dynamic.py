@@ -5,7 +5,7 @@ A block is given by its start on some axes, which is a tensor, and by its sizes,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -72,10 +72,10 @@ def _update_lowering(t: Any, index: Any, t_update: Any, *, axes: tuple[int, ...]
     return lax.dynamic_update_slice(t, t_update.reshape(extents), starts, allow_negative_indices=False)
 
 
-def _without_block(g: Tensor, index: Tensor, axes: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+def _without_block(g: Tensor, index: Tensor, attributes: Mapping[str, Any]) -> Tensor:
     """Gradient of the updated tensor: zero inside the written block."""
-    block = _sliced(g, index, axes=axes, sizes=sizes)
-    return _dynamic_update(g, index, init(block.shape, block.dtype), axes=axes, sizes=sizes)
+    block = _sliced(g, index, **attributes)
+    return _dynamic_update(g, index, init(block.shape, block.dtype), **attributes)
 
 
 _dynamic_slice: OpKind = OpKind(
@@ -83,8 +83,8 @@ _dynamic_slice: OpKind = OpKind(
     _slice_lowering,
     shape=_sliced,
     gradient={
-        "t": lambda g, t_spec, index, axes, sizes: _dynamic_update(
-            init(t_spec.shape, t_spec.dtype), index, g, axes=axes, sizes=sizes
+        "t": lambda g, t_spec, index, attributes: _dynamic_update(
+            init(t_spec.shape, t_spec.dtype), index, g, **attributes
         )
     },
 )
@@ -94,7 +94,7 @@ _dynamic_update: OpKind = OpKind(
     shape=_updated,
     gradient={
         "t": _without_block,
-        "t_update": lambda g, index, axes, sizes: _dynamic_slice(g, index, axes=axes, sizes=sizes),
+        "t_update": lambda g, index, attributes: _dynamic_slice(g, index, **attributes),
     },
 )
 _dynamic_update_ = _dynamic_update.inplace("DynamicUpdateInplace", "dynamicupdateinplace_out", shape=_updated)

@@ -230,11 +230,7 @@ _nll = OpKind(
     _nll_lowering,
     shape=_of_integers,
     result="loss",
-    gradient={
-        "probs": lambda g, probs, labels, ignore_index, reduction, log_prob: _nll_grad(
-            g, probs, labels, ignore_index=ignore_index, reduction=reduction, log_prob=log_prob
-        )
-    },
+    gradient={"probs": lambda g, probs, labels, attributes: _nll_grad(g, probs, labels, **attributes)},
     traits=REAL,
 )
 
@@ -409,11 +405,7 @@ _cross_entropy = OpKind(
     _cross_entropy_lowering,
     shape=_of_integers,
     result="loss",
-    gradient={
-        "x": lambda g, x, labels, ignore_index, reduction: _cross_entropy_grad(
-            g, x, labels, ignore_index=ignore_index, reduction=reduction
-        )
-    },
+    gradient={"x": lambda g, x, labels, attributes: _cross_entropy_grad(g, x, labels, **attributes)},
     traits=REAL,
 )
 _cross_entropy_with_grad = OpKind(

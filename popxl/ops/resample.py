@@ -166,16 +166,7 @@ _resize = OpKind(
     traits=REAL,
     shape=_interpolated,
     result="interpolate_out",
-    gradient={
-        "t": lambda g, t_spec, scale_factor, mode, nearest_mode, coordinate_transformation_mode: _resize_grad(
-            g,
-            shape=t_spec.shape,
-            scale_factor=scale_factor,
-            mode=mode,
-            nearest_mode=nearest_mode,
-            coordinate_transformation_mode=coordinate_transformation_mode,
-        )
-    },
+    gradient={"t": lambda g, t_spec, attributes: _resize_grad(g, shape=t_spec.shape, **attributes)},
 )
 _resize_grad: OpKind = OpKind(
     "ResizeGrad", _interpolate_backward, shape=lambda g, *, shape, **how: TensorSpec(shape, g.dtype)
@@ -349,14 +340,8 @@ _roi_align_kind = OpKind(
     traits=REAL,
     shape=_aligned,
     gradient={
-        "t": lambda g, t_spec, rois, batch_index, output_size, spatial_scale, sampling_ratio: _roi_align_grad(
-            g,
-            rois,
-            batch_index,
-            shape=t_spec.shape,
-            output_size=output_size,
-            spatial_scale=spatial_scale,
-            sampling_ratio=sampling_ratio,
+        "t": lambda g, t_spec, rois, batch_index, attributes: _roi_align_grad(
+            g, rois, batch_index, shape=t_spec.shape, **attributes
         )
     },
 )

@@ -102,8 +102,8 @@ _scatter: OpKind = OpKind(
     # If several values go to one element, all get its gradient: the one that was written is unknown.
     gradient={
         "t": lambda g, indices, axis: _scatter(g, indices, init(indices.shape, g.dtype), axis=axis),
-        "values": lambda g, indices, values_spec, axis: _scatter_values_grad(
-            g, indices, axis=axis, shape=values_spec.shape
+        "values": lambda g, indices, values_spec, attributes: _scatter_values_grad(
+            g, indices, **attributes, shape=values_spec.shape
         ),
     },
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -162,52 +162,26 @@ def _data_gradient(
 _data_grad = OpKind("ScatterReduceGrad", _data_gradient, shape=lambda *operands, spec, **where: spec)
 
 
-def _of_bucket(
-    g: Tensor, indices: Tensor, data_spec: TensorSpec, axis: int, enable_index_broadcast: bool, group_size: int | None
-) -> Tensor:
+def _places(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes that say which elements belong to which bucket."""
+    return {name: attributes[name] for name in ("axis", "enable_index_broadcast", "group_size")}
+
+
+def _of_bucket(g: Tensor, indices: Tensor, data_spec: TensorSpec, attributes: Mapping[str, Any]) -> Tensor:
     """Gradient of the data: what the bucket gets, each element gets."""
-    return _data_grad(
-        g, indices, spec=data_spec, axis=axis, enable_index_broadcast=enable_index_broadcast, group_size=group_size
-    )
+    return _data_grad(g, indices, spec=data_spec, **_places(attributes))
 
 
 def _of_winners(
-    g: Tensor,
-    indices: Tensor,
-    data: Tensor,
-    out: Tensor,
-    data_spec: TensorSpec,
-    axis: int,
-    enable_index_broadcast: bool,
-    group_size: int | None,
+    g: Tensor, indices: Tensor, data: Tensor, out: Tensor, data_spec: TensorSpec, attributes: Mapping[str, Any]
 ) -> Tensor:
     """Gradient of the data: what the bucket gets, each element equal to the result gets; ties are not split."""
-    return _data_grad(
-        g,
-        indices,
-        data,
-        out,
-        spec=data_spec,
-        axis=axis,
-        enable_index_broadcast=enable_index_broadcast,
-        group_size=group_size,
-    )
+    return _data_grad(g, indices, data, out, spec=data_spec, **_places(attributes))
 
 
-def _of_untouched(
-    g: Tensor, indices: Tensor, data_spec: TensorSpec, axis: int, enable_index_broadcast: bool, group_size: int | None
-) -> Tensor:
+def _of_untouched(g: Tensor, indices: Tensor, data_spec: TensorSpec, attributes: Mapping[str, Any]) -> Tensor:
     """Gradient of the initial values: zeros are put where elements were put."""
-    return _kinds["none"](
-        init(data_spec.shape, g.dtype),
-        indices,
-        g,
-        reduction="none",
-        axis=axis,
-        axis_size=None,
-        enable_index_broadcast=enable_index_broadcast,
-        group_size=group_size,
-    )
+    return _kinds["none"](init(data_spec.shape, g.dtype), indices, g, **attributes)
 
 
 _extreme = {

@@ -46,11 +46,7 @@ _slice = OpKind(
     lambda t, **where: t[_slices(t.ndim, **where)],
     shape=_sliced,
     result="slice_out",
-    gradient={
-        "t": lambda g, t_spec, start, stop, step, axis: _slice_grad(
-            g, shape=t_spec.shape, start=start, stop=stop, step=step, axis=axis
-        )
-    },
+    gradient={"t": lambda g, t_spec, attributes: _slice_grad(g, shape=t_spec.shape, **attributes)},
 )
 _slice_ = OpKind(
     "SliceInplace",

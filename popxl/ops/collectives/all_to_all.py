@@ -16,23 +16,18 @@ from popxl.ops.collectives.group import Group
 from popxl.ops.shape import reshape, transpose
 from popxl.replica_grouping import Groups
 from popxl.values.shapes import integer, like_first
-from popxl.values.spec import TensorSpec, brief
+from popxl.values.spec import brief
 
 
 def _all_to_all(t: Array, *, group: Group) -> Array:
     return bitcast(t.dtype, group.exchanged(as_bytes(t)))
 
 
-def _reverse_exchange(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
-    """Gradients of exchanged parts, sent back to their origin."""
-    return all_to_all_kind(g, stride=stride, group_size=group_size)
-
-
 all_to_all_kind: OpKind = OpKind(
     "ReplicatedAllToAll",
     _all_to_all,
     shape=like_first,
-    gradient={"t": _reverse_exchange},
+    gradient={"t": lambda g, attributes: all_to_all_kind(g, **attributes)},  # each part is sent back
     result="{t}_all_to_all",
     traits=[BetweenReplicas("own")],
 )
@@ -97,15 +92,11 @@ def _shift(t: Array, *, distance: int, group: Group) -> Array:
     return bitcast(t.dtype, group.shifted(as_bytes(t), distance)) if distance % group.size else t
 
 
-def _shifted_back(g: Tensor, t_spec: TensorSpec, distance: int, stride: int, group_size: int) -> Tensor:
-    return shift_kind(g, distance=-distance, stride=stride, group_size=group_size)
-
-
 shift_kind: OpKind = OpKind(
     "ReplicatedShift",
     _shift,
     shape=like_first,
-    gradient={"t": _shifted_back},
+    gradient={"t": lambda g, attributes: shift_kind(g, **attributes | {"distance": -attributes["distance"]})},
     result="{t}_shifted",
     traits=[BetweenReplicas("own")],
 )

@@ -16,19 +16,15 @@ from popxl.analysis.op_effects import makes_zero, op_effect, propagated_axes, re
 from popxl.analysis.op_index import index_ops
 from popxl.analysis.reduced_values import is_of_replicas
 from popxl.analysis.replication import (
-    FLAT,
     LITERAL,
     NOT_KNOWN,
     OWN,
     OWN_DATA,
-    PARTIAL,
     REDUCED,
     REPEATED,
     REPEATED_SUM,
     REPLICATED,
     SAME,
-    SHARDED,
-    UNKNOWN,
     VARYING,
     AxisType,
     ReplicaType,
@@ -36,11 +32,21 @@ from popxl.analysis.replication import (
     join,
     join_all,
     join_axis,
-    reduced_slot,
     reduction,
     variable_types,
 )
 from popxl.analysis.sharding_rules import ZERO
+from popxl.analysis.type_changes import (
+    diverged_axes,
+    exchanged_type,
+    has_known_dimensions,
+    held_type,
+    join_of_others,
+    kept_layout,
+    presumed_layout,
+    repeated_axes,
+    stacked_type,
+)
 from popxl.analysis.type_findings import TypeFindings, own_axes
 from popxl.core.aliasing import add_alias
 from popxl.core.tensor import Constant, Tensor, Variable
@@ -84,15 +90,17 @@ class TypeInference:
         self.given: ReplicaType = (LITERAL,) * self.width
         self.zero: ReplicaType = (ZERO,) * self.width
         self.unknown: ReplicaType = (NOT_KNOWN,) * self.width
-        self.outcomes: dict[tuple[Graph, tuple[ReplicaType, ...]], _Outcome] = {}
+        self.outcomes: dict[tuple[Graph, tuple[ReplicaType, ...], int], _Outcome] = {}
         self.findings = TypeFindings(report, mesh)
         self.buffers: dict[RemoteBuffer, ReplicaType] = {}
+        self.stores = 0  # those that have changed the type of a buffer, so that graphs make other types
         held = [v.on_replica for v in variables]
         changed = {op.inputs[i].origin for op in main.ops for i in op.modified}
         first = tuple(variable_types(mesh, variables, changed))
         for v, was in zip(variables, first, strict=True):
             if (buffer := v.location_info.buffer) is not None:
                 self.buffers[buffer] = join(self.buffers.get(buffer, was), was)
+        self.declared = {*self.buffers}
         self.fed = self.feeds(report.index.collectives, {*compress(first, map(changed.__contains__, variables))})
         self.findings.divided = [i for i, along in enumerate(self.fed) if along == SAME]
         outcome = _GraphInference(self, main, held, first).outcome
@@ -105,8 +113,8 @@ class TypeInference:
                 if (own := own_axes(was, change[1])) and not v.location_info.isRemote():
                     self.findings.variable_update(v, was, *change, own)
         for (was, after), some in alike.items():
-            repeated.update(_repeated_axes(after))
-            certain, others = _diverged_axes(was, after)
+            repeated.update(repeated_axes(after))
+            certain, others = diverged_axes(was, after)
             diverged = report.diverged if certain else report.maybe_diverged
             diverged |= dict.fromkeys(some if certain or others else (), certain or others)
         of_learning = {mesh.names[i] for i in repeated}
@@ -138,7 +146,7 @@ class TypeInference:
 
     def run(self, graph: Graph, given: Sequence[ReplicaType]) -> _Outcome:
         """What a called graph makes of values of these types."""
-        key = (graph, tuple(given))
+        key = (graph, tuple(given), self.stores)
         found = self.outcomes.get(key)
         if found is None:
             found = self.outcomes[key] = _GraphInference(self, graph, graph.inputs, key[1]).outcome
@@ -158,7 +166,7 @@ class _Contents(dict[Tensor, ReplicaType]):
             return self.zero if isinstance(t, Constant) and _is_zero(t.data) else self.given
         if op.kind.view is not None:
             bases = join_all(self.of(op.inputs)) if op.inputs else self.given
-            return tuple(_view_type(op, along) for along in bases) if _has_known_dimensions(bases) else bases
+            return tuple(_view_type(op, along) for along in bases) if has_known_dimensions(bases) else bases
         return join_all(self.of(op.bases)) if op.kind.aliased else self.unknown
 
     def of(self, ts: Iterable[Tensor]) -> tuple[ReplicaType, ...]:
@@ -214,6 +222,8 @@ class _GraphInference:
                 self.made[t] = content[t]
             return
         types = tuple(map(self.type_of, op.inputs))
+        if kind.overwrites is not None:
+            types = presumed_layout(types, op.modified)
         if not kind.is_carried_out_by_others:
             if kind.overwrites is None and not kind.asserts and (plain := _plain_result(types)) is not None:
                 for t in op.outputs:  # as most ops
@@ -240,9 +250,9 @@ class _GraphInference:
         """Record the types of overwritten operands and results of an op, with its change."""
         if op.kind.aliased:
             add_alias(op, self.storages)
-        change = op, _join_of_others(types, op.modified) or self.program.given
+        change = op, join_of_others(types, op.modified) or self.program.given
         for i in op.modified:
-            self.write(op.inputs[i], made, change)
+            self.write(op.inputs[i], kept_layout(types[i], made), change)
         for t in op.outputs:
             if op.kind.aliased and t is op.outputs[0]:
                 self.made[t] = self.content[t]
@@ -253,7 +263,7 @@ class _GraphInference:
         """Result types of an op without communication from operand types: one per result, or a single one."""
         kind = op.kind
         if kind.overwrites is not None and kind.overwrites.forgets(op.attributes):
-            return [_join_of_others(types, op.modified) or self.program.given]
+            return [join_of_others(types, op.modified) or self.program.given]
         if not types:
             return [self.program.zero if op.attributes.get("init_type") == "zero" else self.program.given]
         found = join_all(types)
@@ -295,8 +305,10 @@ class _GraphInference:
             return self.program.fed
         if not op.outputs and not op.modified:
             now = self.content[op.inputs[0]]
-            if join(buffers.get(with_what, now), now) != buffers.get(with_what, now):
-                buffers[with_what] = self.program.unknown
+            was = buffers.setdefault(with_what, now)
+            if (held := held_type(was, now, with_what in self.program.declared)) != was:
+                buffers[with_what] = held
+                self.program.stores += 1
         return buffers.get(with_what, self.program.unknown)
 
     def collective_result(self, op: Op, types: Sequence[ReplicaType]) -> ReplicaType:
@@ -318,7 +330,7 @@ class _GraphInference:
             report.reductions[op] = reduction(name, of, axes, self.program.mesh.sizes)
         elif makes == "same" and op.inputs[0].meta_shape:
             self.findings.gather(op, before, axes)
-        return _exchanged_type(before, axes, same if makes == "same" else None, name is not None)
+        return exchanged_type(before, axes, same if makes == "same" else None, name is not None)
 
     # Ops that run graphs --------------------------------------------------------------------------------------------
 
@@ -353,16 +365,18 @@ class _GraphInference:
             return [*given[:carried], *[self.program.given] * (len(op.outputs) - carried)]
         turn = self.bound_types(op, run.graph, given)
         while True:
-            outcome, before = self.program.run(run.graph, turn), list(turn)
+            before, stores = list(turn), self.program.stores
+            outcome = self.program.run(run.graph, turn)
             for k in range(carried):
                 turn[own_in + k] = join(turn[own_in + k], outcome.outputs[own_out + k])
             for i in op.modified:
                 turn[own_in + i] = join(turn[own_in + i], outcome.contents[own_in + i])
-            if turn == before:
+            if turn == before and self.program.stores == stores:
                 break
         for i in op.modified:
             self.write(op.inputs[i], outcome.contents[own_in + i], outcome.changes[own_in + i])
-        return list(outcome.outputs[own_out:])
+        results = outcome.outputs[own_out:]
+        return [*results[:carried], *map(stacked_type, results[carried:])]
 
 
 @lru_cache(4096)
@@ -377,57 +391,13 @@ def _plain_result(types: tuple[ReplicaType, ...]) -> ReplicaType | None:
 
 def _view_type(op: Op, along: AxisType) -> AxisType:
     """Type of a view along an axis, given its source's type."""
-    if not _has_known_dimensions((along,)):
+    if not has_known_dimensions((along,)):
         return along
     return join_axis(result_types(op, [along] * len(op.inputs))[0])
 
 
 def _is_zero(numbers: np.ndarray) -> bool:
     return not (numbers if numbers.size == 1 else numbers.any())  # the truth of one number takes a fiftieth of `any`
-
-
-@lru_cache(256)
-def _join_of_others(types: tuple[ReplicaType, ...], modified: Collection[int]) -> ReplicaType | None:
-    """Join of the types of unmodified operands; `None` without any."""
-    others = tuple([each for i, each in enumerate(types) if i not in modified])
-    return join_all(others) if others else None
-
-
-@lru_cache(256)
-def _has_known_dimensions(type_: ReplicaType) -> bool:
-    """Whether replicas have pieces along a known dimension, which a view may move."""
-    return any(kind is SHARDED and dimension not in (None, FLAT) for kind, dimension in type_)
-
-
-@lru_cache(256)
-def _exchanged_type(before: ReplicaType, axes: Sequence[int], same: AxisType | None, reduces: bool) -> ReplicaType:
-    """Result type of an op between replicas: `same` on all of a group, or else each one's shard of a value."""
-    made = list(before)
-    for i in axes:
-        if same is not None or reduces or before[i][0] < SHARDED:
-            made[i] = same or (SHARDED, FLAT)
-    return tuple(made)
-
-
-@lru_cache(256)
-def _repeated_axes(type_: ReplicaType) -> tuple[int, ...]:
-    """Axes along which equal values were summed."""
-    return tuple(i for i, (kind, slot) in enumerate(type_) if slot == 2 and kind in (REPLICATED, VARYING))
-
-
-@lru_cache(256)
-def _diverged_axes(was: ReplicaType, after: ReplicaType) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes along which a variable has lost its declared type: those without a reduction, and the others. None, if a
-    type is unknown."""
-    if any(kind is UNKNOWN for kind, _ in after):
-        return (), ()
-    found = [
-        i
-        for i, (before, (kind, _)) in enumerate(zip(was, after, strict=True))
-        if (before[0] is REPLICATED and kind > REPLICATED) or (before == (SHARDED, FLAT) and kind is PARTIAL)
-    ]
-    certain = tuple(i for i in found if after[i][0] is not VARYING or reduced_slot(after[i][1]) != after[i][1])
-    return certain, tuple(i for i in found if i not in certain)
 
 
 def _is_at_once(op: Op) -> bool:

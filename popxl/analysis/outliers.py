@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING
 
-from popxl.analysis.means import share_of_mean
+from popxl.analysis.means import constant_number, share_of_mean
 from popxl.analysis.mesh import Mesh
-from popxl.analysis.reduced_values import ReducedValue, Stored, Update, is_of_replicas, reduced_values, scaled
+from popxl.analysis.reduced_values import (
+    LINEAR,
+    ReducedValue,
+    Stored,
+    Update,
+    is_of_replicas,
+    reduced_values,
+    scaled,
+)
 from popxl.analysis.replication import (
     PARTIAL,
     REDUCED_SHARDS,
@@ -90,30 +98,86 @@ def _accept_gradients_of_shared(report: Report, updates: Sequence[Update]) -> No
 
 def _outlying_updates(mesh: Mesh, updates: Sequence[Update]) -> Iterator[Finding]:
     """Updates whose values differ from most comparable ones by a factor of the replica count."""
-    for some in _comparable_updates(updates):
-        by_scale: dict[str, list[Update]] = defaultdict(list)
-        for each in some:
-            by_scale[f"{each.scale:.5g}"].append(each)
-        most = max(by_scale.values(), key=len)
-        of_one = len({each.of for each in some}) == 1  # a variable with two updates cannot mean both
-        if len(some) == 2 and len(by_scale) == 2 and not of_one:
-            yield from _two_ways(mesh, *some)
-            continue
-        if 2 * (len(some) - len(most)) > len(most) and not of_one:
-            continue
-        for each in (each for those in by_scale.values() if those is not most for each in those):
-            ratio = each.scale / most[0].scale
-            groups = (op.attributes["group_size"] for one in (each, most[0]) for op in one.how.by)
-            if is_of_replicas(ratio, mesh.count(each.axes), *groups):
-                yield from _outlier(mesh, each, most[0], ratio)
+    found = [each for some in _comparable_updates(updates) for each in _odd_updates(mesh, some)]
+    told = {each.op for each in found}
+    yield from found
+    for some in _gradient_updates(updates):
+        yield from (each for each in _mixed_gradients(mesh, some) if each.op not in told)
 
 
-def _comparable_updates(updates: Sequence[Update]) -> Iterator[list[Update]]:
+def _odd_updates(mesh: Mesh, some: Sequence[Update]) -> Iterator[Finding]:
+    """The few of some comparable updates that differ from most."""
+    by_scale = _by_scale(some)
+    most = max(by_scale.values(), key=len)
+    of_one = len({each.of for each in some}) == 1  # a variable with two updates cannot mean both
+    if len(some) == 2 and len(by_scale) == 2 and not of_one:
+        yield from _two_ways(mesh, *some)
+        return
+    if 2 * (len(some) - len(most)) > len(most) and not of_one:
+        return
+    for each in (each for those in by_scale.values() if those is not most for each in those):
+        if _differ_by_count(mesh, each, most[0]):
+            yield from _outlier(mesh, each, most[0], each.scale / most[0].scale)
+
+
+def _by_scale(some: Iterable[Update]) -> dict[str, list[Update]]:
+    by_scale: dict[str, list[Update]] = defaultdict(list)
+    for each in some:
+        by_scale[f"{each.scale:.5g}"].append(each)
+    return by_scale
+
+
+def _differ_by_count(mesh: Mesh, one: Update, other: Update) -> bool:
+    """Whether the weights of a replica's value in two updates have a ratio of the number of replicas; or its square, if
+    there are more than two."""
+    counts = [mesh.count(one.axes), *(op.attributes["group_size"] for op in (*one.how.by, *other.how.by))]
+    return is_of_replicas(one.scale / other.scale, *counts, *(n * n for n in counts if n > 2))
+
+
+def _gradient_updates(updates: Iterable[Update]) -> Iterator[list[Update]]:
+    """Updates by results of gradient graphs that are reduced along the same axes, one for each reduction; whatever
+    changes the variables."""
+    alike: dict[Hashable, dict[Hashable, Update]] = defaultdict(dict)
+    for each in updates:
+        if each.axes and _is_gradient(each.how.by[0].inputs[0]):
+            alike[each.axes].setdefault(each.how.by, each)
+    for some in alike.values():
+        if len({each.how.by[-1].attributes["op"] for each in some.values()}) > 1:
+            yield [*some.values()]
+
+
+def _is_gradient(t: Tensor) -> bool:
+    """Whether a value is a result of a gradient graph, or made in one; maybe scaled, or the sum of several."""
+    op = t.producer
+    while op is not None and op.graph.gradient_of is None and not op.called_graphs:
+        if op.op_type not in LINEAR | {"Sum"} and op.kind.view is None:
+            return False
+        op = op.inputs[0].producer
+    return op is not None and (op.graph.gradient_of is not None or op.called_graphs[0].gradient_of is not None)
+
+
+def _mixed_gradients(mesh: Mesh, some: Sequence[Update]) -> Iterator[Finding]:
+    """Gradients that are sums over replicas where more are means, or the reverse; and one of each, if as many are."""
+    by_scale = _by_scale(some)
+    most = max(by_scale.values(), key=len)
+    for those in by_scale.values():
+        each, usual = those[0], most[0]
+        if those is most or each.how.by[-1].attributes["op"] == usual.how.by[-1].attributes["op"]:
+            continue
+        if not _differ_by_count(mesh, each, usual):
+            continue
+        for one in those:
+            yield from _outlier(mesh, one, usual, one.scale / usual.scale)
+        if len(those) == len(most):  # either may be wrong
+            yield from _outlier(mesh, usual, each, usual.scale / each.scale)
+
+
+def _comparable_updates(updates: Iterable[Update]) -> Iterator[list[Update]]:
     """Updates along the same axes, by the same op with the same constants; excludes groups in which all agree."""
     alike: dict[Hashable, list[Update]] = defaultdict(list)
     for each in updates:
-        if each.axes:
-            alike[each.axes, each.how.scalars, each.op.op_type].append(each)
+        reduced = each.axes or tuple((op.attributes["stride"], op.attributes["group_size"]) for op in each.how.by)
+        alike[reduced, each.how.scalars, each.op.op_type].append(each)
     for some in alike.values():
         if len({each.scale for each in some}) > 1:
             by_constants: dict[str, list[Update]] = defaultdict(list)
@@ -129,10 +193,8 @@ def _two_ways(mesh: Mesh, one: Update, other: Update) -> Iterator[Finding]:
     if (one.how.factor == 1) != (other.how.factor == 1):
         pairs = [pair for pair in pairs if pair[0].how.factor != 1]
     for each, usual in pairs:
-        ratio = each.scale / usual.scale
-        groups = (op.attributes["group_size"] for op in (*one.how.by, *other.how.by))
-        if is_of_replicas(ratio, mesh.count(each.axes), *groups):
-            yield from _outlier(mesh, each, usual, ratio)
+        if _differ_by_count(mesh, each, usual):
+            yield from _outlier(mesh, each, usual, each.scale / usual.scale)
 
 
 def _outlier(mesh: Mesh, one: Update, usual: Update, ratio: float) -> Iterator[Finding]:
@@ -254,7 +316,8 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
                 made = scaled(reader, t, ReducedValue((summed,)))
                 count = summed.attributes["group_size"]
                 if made is not None and any(math.isclose(made.factor, n) for n in (count, 1 / count)):
-                    odd[summed] = reader
+                    if count > 2 or not _is_differentiated(report, reader):
+                        odd[summed] = reader
     for op, reader in odd.items():
         by = report.reductions[op]
         is_sum = all(by.before[i][0] is PARTIAL for i in by.axes) and share_of_mean(op.inputs[0]) is None
@@ -264,6 +327,16 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
                 f"replicas along {mesh.text(by.axes)} have terms of a sum, `{op.inputs[0].path}`, and their "
                 f"sum is multiplied by their number, {op.attributes['group_size']}, or divided by it. Leave that out.",
             )  # fmt: skip
+
+
+def _is_differentiated(report: Report, scaling: Op) -> bool:
+    """Whether a gradient has the constant that an op scales by, too, so that the factor belongs to the function."""
+    numbers = {number for t in scaling.inputs if (number := constant_number(t)) is not None}
+    return any(
+        graph.gradient_of is scaling.graph
+        and any(constant_number(t) in numbers for op in graph.ops if op.op_type in ("Mul", "Div") for t in op.inputs)
+        for graph in report.graphs
+    )
 
 
 def _same_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:

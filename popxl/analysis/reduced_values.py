@@ -131,7 +131,8 @@ def _of_call(op: Op, returned: Mapping[Graph, Known]) -> Iterator[tuple[Tensor, 
     that a graph returns makes it a loss."""
     for run in op.runs:
         of_graph = returned.get(run.graph, {})
-        pairs = [*zip(op.outputs, run.outputs, strict=False)] if run.trait.is_call else []
+        made = () if run.trait.chooses else run.graph.outputs[run.trait.own_outputs :]
+        pairs = [*zip(op.outputs, made, strict=False)]
         pairs += [(t.origin, inner) for t, inner in zip(run.given, run.inputs, strict=False)]
         yield from ((t, of_graph[inner]) for t, inner in pairs if inner in of_graph and t.nelms > 1)
 
@@ -156,7 +157,17 @@ def _result(op: Op, behind: Sequence[Tensor], known: Known, report: Report) -> R
         return replace(known[op.inputs[0]], by=(*known[op.inputs[0]].by, op)) if behind else _reduced(op, report)
     if op.modified:
         return _accumulated(op, behind, known)
-    return scaled(op, behind[0], known[behind[0]]) if len(behind) == 1 else None
+    if len(behind) == 1:
+        return scaled(op, behind[0], known[behind[0]])
+    return _sum_of_alike([known[t] for t in op.inputs if t in known], op, report)
+
+
+def _sum_of_alike(terms: Sequence[ReducedValue], op: Op, report: Report) -> ReducedValue | None:
+    """The sum of values that are all reduced in the same way, such as the gradients of several uses."""
+    if op.op_type not in ("Add", "Sum") or len(terms) < len(op.inputs):
+        return None
+    ways = {(*each.completed(report), each.scalars, *(by.attributes["op"] for by in each.by)) for each in terms}
+    return terms[0] if len(ways) == 1 else None
 
 
 def _accumulated(op: Op, behind: Sequence[Tensor], known: Known) -> ReducedValue | None:

@@ -153,7 +153,11 @@ def _type_of_shards(operands: Sequence[Labels], result: Labels, given: Sequence[
         return SHARDS
     ((is_flat, factors),) = cut
     if is_flat:
-        return (SHARDED, FLAT) if factors == tuple(chain.from_iterable(result)) else SHARDS
+        if factors == tuple(chain.from_iterable(result)):
+            return (SHARDED, FLAT)
+        # Shards of a flattened value, one after another, are rows of a value that has as many times the rows.
+        rows = [(SHARDED, 0) if each == (SHARDED, FLAT) else each for each in given]
+        return _type_of_shards(operands, result, rows)
     places = [i for i, each in enumerate(result) if each and each[:1] == factors]  # of an inner factor, no dimension
     return (SHARDED, places[0]) if places else SHARDS
 

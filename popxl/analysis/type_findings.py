@@ -128,7 +128,7 @@ class TypeFindings:
     def gather(self, op: Op, before: ReplicaType, axes: Sequence[int]) -> None:
         """Find shards that are gathered along another axis than the one that they are divided along."""
         others = [i for i, along in enumerate(before) if along == (SHARDED, FLAT) and i not in axes]
-        if others and all(before[i][0] is not SHARDED for i in axes):
+        if others and all(before[i] != (SHARDED, FLAT) for i in axes):
             self.find(
                 "shards of another layout", False, op, op.inputs[0], others,
                 f"replicas along {{axes}} have shards of {{t}}, and copies of a shard are gathered over "

@@ -17,7 +17,7 @@ from popxl.analysis.replication import (
     differs_by_own_variables,
     finding,
 )
-from popxl.core.tensor import Tensor, Variable
+from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import is_call
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def seed_lints(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int
         drops = op.kind.drops
         if drops is None or not op.attributes[drops.ratio] or op.graph.gradient_of is not None:
             continue
-        t, seed = op.inputs[0], op.inputs[op.operand_names().index(drops.seed)]
+        t, seed = op.inputs[0], op.inputs[_seed_position(op)]
         if _is_of_rows_alike(op, t):
             continue
         held = [*enumerate(zip(report.types.get(t, ()), report.types.get(seed, ()), strict=False))]
@@ -70,9 +70,15 @@ def noise_lints(mesh: Mesh, report: Report, of_data: Set[int]) -> Iterator[Findi
     Args:
         of_data: positions of the axes along which gradients are reduced.
     """
-    for graph, draws in _by_graph(report.index.draws).items() if of_data else ():
+    masks = [op for op in report.index.dropouts if isinstance(op.inputs[0], Constant)]
+    for graph, draws in _by_graph([*report.index.draws, *masks]).items() if of_data else ():
         if graph.gradient_of is None:
-            yield from _shared_noise(mesh, report, graph, draws, of_data)
+            drawn = {t: op.inputs[_seed_position(op)] for op in draws for t in op.outputs}
+            yield from _shared_noise(mesh, report, graph, drawn, of_data, set())
+
+
+def _seed_position(op: Op) -> int:
+    return 0 if op.kind.drops is None else op.operand_names().index(op.kind.drops.seed)
 
 
 def _by_graph(ops: Iterable[Op]) -> dict[Graph, list[Op]]:
@@ -83,11 +89,19 @@ def _by_graph(ops: Iterable[Op]) -> dict[Graph, list[Op]]:
 
 
 def _shared_noise(
-    mesh: Mesh, report: Report, graph: Graph, draws: Iterable[Op], of_data: Set[int]
+    mesh: Mesh, report: Report, graph: Graph, drawn: dict[Tensor, Tensor], of_data: Set[int], told: set[Tensor]
 ) -> Iterator[Finding]:
-    drawn = {t: op.inputs[0] for op in draws for t in op.outputs}  # noise, with its seed
-    told: set[Tensor] = set()
+    """Uses of noise with data of each replica, in a graph and those that it calls.
+
+    Args:
+        drawn: noise, with its seed.
+        told: seeds of which something was found.
+    """
     for op in graph.ops:
+        for run in op.runs if op.kind.graphs else ():
+            inner = {t: drawn[given] for t, given in zip(run.inputs, run.given, strict=False) if given in drawn}
+            if inner and run.graph.gradient_of is None:
+                yield from _shared_noise(mesh, report, run.graph, inner, of_data, told)
         noise = [t for t in op.inputs if t in drawn]
         if not noise or op.kind.contracts is not None or op.kind.graphs or op.kind.between_replicas:
             continue

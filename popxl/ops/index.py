@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import builtins
 import functools
+from collections.abc import Mapping, Sequence
+from string import ascii_letters
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
+from popxl.core.traits import ShardingRule
 from popxl.errors import PopxlError
 from popxl.ops.precision import widen
 from popxl.values.shapes import flag, integer, one_axis, set_hints
@@ -71,7 +74,32 @@ def _scattered(g: Any, indices: Any, *, axis: int, shape: tuple[int, ...], group
     return jnp.zeros(shape, g.dtype).at[places].add(g, mode="drop", wrap_negative_indices=False)
 
 
-_gather_grad = OpKind("GatherGrad", _scattered, shape=lambda g, indices, *, shape, **where: TensorSpec(shape, g.dtype))
+def _subscripts(rank: int, places: int, axis: int, group_size: int | None) -> tuple[str, str, str]:
+    """Letters of the dimensions of a tensor of some rank, of the indices along one of them, and of what is picked."""
+    at = axis % rank
+    whole, of_places = ascii_letters[:rank], ascii_letters[rank : rank + places]
+    before, after, first = whole[:at], whole[at + 1 :], 0 if group_size is None else 1
+    return f"{before}_{after}", whole[:first] + of_places[first:], f"{before}{of_places[first:]}{after}"
+
+
+def _gather_subscripts(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> str:
+    t, indices = map(len, shapes)
+    whole, places, picked = _subscripts(t, indices, attributes["axis"], attributes.get("group_size"))
+    return f"{whole},{places}->{picked}"
+
+
+def _scatter_subscripts(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> str:
+    rank, indices = len(attributes["shape"]), len(shapes[1])
+    whole, places, picked = _subscripts(rank, indices, attributes["axis"], attributes.get("group_size"))
+    return f"{picked},{places}->{whole}"
+
+
+_gather_grad = OpKind(
+    "GatherGrad",
+    _scattered,
+    shape=lambda g, indices, *, shape, **where: TensorSpec(shape, g.dtype),
+    traits=[ShardingRule(_scatter_subscripts, ("g",))],
+)
 
 
 def _declare(name: str, result: str) -> OpKind:
@@ -80,6 +108,7 @@ def _declare(name: str, result: str) -> OpKind:
         _gather,
         shape=_gathered,
         result=result,
+        traits=[ShardingRule(_gather_subscripts, ("t",))],
         gradient={
             "t": lambda g, t_spec, indices, axis, group_size: _gather_grad(
                 g, indices, axis=axis, shape=t_spec.shape, group_size=group_size

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 import warnings
@@ -95,7 +96,7 @@ def _drifting(report: Comparison) -> list[str]:
 
 def _factor(program: Program) -> float:
     """The number by which all gradients of one replica have to be multiplied to make those of many."""
-    sizes = {*program.axes.values()}
+    sizes = {*program.axes.values(), math.prod(program.axes.values())}
     for factor in (1, *(each for n in sizes for each in (n, 1 / n))):
 
         def build(axes: dict[str, int], factor: float = factor) -> popxl.Ir:

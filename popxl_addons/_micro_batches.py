@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 import popxl
 from popxl import ops
 
-__all__ = ["MicroBatches"]
-
 
 class MicroBatches:
     """Division of a step's inputs into equal slices of their first dimension.

@@ -9,8 +9,6 @@ from typing import Any
 from poptorch.capture.torch_private import TorchDispatchMode, checkpoints_run_by, saving_policy
 from poptorch.capture.tracer import Tracer
 
-__all__ = ["checkpoints_in_regions"]
-
 
 def checkpoints_in_regions(tracer: Tracer) -> AbstractContextManager[None]:
     """Record each checkpoint of a block as a recomputation region of the tracer."""

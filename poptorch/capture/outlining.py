@@ -21,8 +21,6 @@ from poptorch.capture.trace import Data, Node, Trace, Value, View
 from popxl.extend.arguments import exact_key
 from popxl.extend.graphs import last_uses
 
-__all__ = ["CALL", "call", "structural_key", "external_inputs", "outlined", "used_outside"]
-
 CALL = "poptorch.call"
 """Name of the op that runs a trace: its arguments are the `trace`, the `inputs` and a `name`."""
 

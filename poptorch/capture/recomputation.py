@@ -18,8 +18,6 @@ from poptorch.capture.seeding import SEEDING
 from poptorch.capture.trace import Node, Trace, Value
 from popxl.extend.graphs import last_uses
 
-__all__ = ["as_calls", "between_checkpoints", "keeping_all_but_norms", "layers"]
-
 _NORMS = frozenset(
     f"torch.{name}_norm" for name in ("batch", "group", "instance", "layer", "local_response", "rms")
 ) | frozenset(f"aten.native_{name}_norm" for name in ("batch", "group", "layer"))

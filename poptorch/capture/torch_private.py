@@ -19,16 +19,16 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
+    UnsupportedOperatorException,  # noqa: F401
 )
 from torch.distributions import Distribution
 from torch.jit._state import _try_get_jit_cached_function
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
-from torch.nn.utils.stateless import _reparametrize_module as with_tensors
+from torch.nn.utils.stateless import _reparametrize_module as with_tensors  # noqa: F401
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
+from torch.utils._python_dispatch import _disable_current_modes as without_modes  # noqa: F401
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from poptorch.base.patching import patched
@@ -36,38 +36,6 @@ from poptorch.capture.backward import BACKWARD
 from poptorch.capture.foreach import tensorwise
 from poptorch.capture.quantisation import QUANTISATION
 from poptorch.capture.torchvision_ops import OF_TORCHVISION
-
-__all__ = [
-    "NORMS",
-    "UNREADABLE",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "TorchDispatchMode",
-    "UnsupportedOperatorException",
-    "answering_for_devices",
-    "arguments_of",
-    "become",
-    "checkpoints_run_by",
-    "decomposition",
-    "derivable_attention",
-    "fake_mode",
-    "forget_history",
-    "hears_functions",
-    "in_transform",
-    "is_wrapped",
-    "decomposing_functions",
-    "saving_policy",
-    "shares_storage",
-    "storage_key",
-    "uncompiled",
-    "unlogged_errors",
-    "unvalidated_distributions",
-    "with_tensors",
-    "with_weight",
-    "without_compile",
-    "without_modes",
-    "written_arguments",
-]
 
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 """What fake tensors raise where a result, or its shape, depends on the numbers in them."""

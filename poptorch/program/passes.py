@@ -20,8 +20,6 @@ from popxl.op import Op
 from popxl.transforms import GradGraphInfo
 from popxl_addons.transforms.graph_copies import Transfers, copy_graph
 
-__all__ = ["Passes", "Phases", "Weight"]
-
 Key = popxl.Tensor | str
 """A tensor of the model's graph; or the name of one that the caller has."""
 

@@ -12,8 +12,6 @@ from poptorch.capture.trace import Node, Value
 from poptorch.options import Options
 from poptorch.placement.strategies import PipelinedExecution, ShardedExecution
 
-__all__ = ["Recomputation"]
-
 _OF_LAYERS = (RecomputationType.Standard, RecomputationType.NormOnly)
 
 

@@ -19,8 +19,6 @@ from popxl import ops
 from popxl.tensor import Variable
 from popxl_addons.rts import gather_replica_sharded_tensor
 
-__all__ = ["Storage", "Stored"]
-
 
 @dataclass(frozen=True)
 class Stored:

@@ -19,8 +19,6 @@ from popxl.core.traits import Composite, Effect, Overwrites
 from popxl.errors import PopxlInternalError
 from popxl.values.spec import TensorSpec
 
-__all__ = ["MergedOp", "multi_exchange_kind"]
-
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MergedOp:

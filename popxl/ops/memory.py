@@ -13,8 +13,6 @@ from popxl.core.traits import Schedules
 from popxl.ops.kernels import memory
 from popxl.values.shapes import like_first
 
-__all__ = ["available_after", "offload", "reload"]
-
 
 def _available_after(t: Any, other: Any) -> Any:
     (after,), _ = memory.available_together([t], [other])

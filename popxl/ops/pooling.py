@@ -22,8 +22,6 @@ from popxl.ops.windows import PAD_TYPES, PadType, Windows, windows_over
 from popxl.values.shapes import flag, integers, is_known_word, like_first
 from popxl.values.spec import TensorSpec
 
-__all__ = ["average_pool", "max_pool"]
-
 LONG = 16
 """How many places of a window are combined one after the other. Longer windows would take too long to compile."""
 

@@ -224,6 +224,3 @@ def histogram(t: Tensor, levels: Iterable[float], absolute_of_input: bool) -> Te
     except (TypeError, ValueError):
         raise TypeError(f"histogram: `levels` must be a sequence of numbers; got {levels!r}.") from None
     return _histogram(t, levels=bounds, absolute_of_input=flag(absolute_of_input, "histogram: `absolute_of_input`"))
-
-
-__all__ = ["argmax", "argmin", "histogram", "topk"]

@@ -49,8 +49,6 @@ from popxl.values.spec import brief
 if TYPE_CHECKING:
     from popxl.ir import Ir
 
-__all__ = ["from_jax"]
-
 
 def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A JAX function as a function of tensors: called on tensors, it adds one op for each equation of `fn`.

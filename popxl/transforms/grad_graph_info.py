@@ -11,8 +11,6 @@ from popxl.core.tensor import Tensor
 from popxl.graph import Graph
 from popxl.ops.call import CallSiteInfo
 
-__all__ = ["ExpectedConnection", "ExpectedConnectionType", "GradGraphInfo", "make_grad_graph_info"]
-
 
 class ExpectedConnectionType(Enum):
     """What an input or output of a gradient graph stands for."""

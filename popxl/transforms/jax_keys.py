@@ -12,8 +12,6 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-__all__ = ["data_type", "generator_from", "generator_name", "generator_of", "key_data", "on_key_data", "with_keys"]
-
 
 def generator_of(aval: Any) -> str | None:
     """The generator of an array of keys, `"threefry2x32"` by default; `None` for other values.

@@ -23,8 +23,6 @@ from popxl.core.traits import VJP, Draws, Trait
 from popxl.dtypes import dtype
 from popxl.transforms.jax_keys import generator_from, generator_name, generator_of, key_data, on_key_data, with_keys
 
-__all__ = ["Function", "as_op", "function_kind", "kind_with_key", "of_equation"]
-
 
 @dataclass(frozen=True)
 class Function:

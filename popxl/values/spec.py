@@ -23,8 +23,6 @@ else:
         ...     a += 10
     """
 
-__all__ = ["TensorByRef", "TensorSpec", "brief"]
-
 
 class TensorSpec(Mapping[str, Any]):
     """Shape, dtype and meta-shape of a tensor.

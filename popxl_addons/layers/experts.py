@@ -18,9 +18,6 @@ from popxl_addons.layers.transformer import Activation, activated, checked_activ
 from popxl_addons.module import Module
 from popxl_addons.named_replica_grouping import resolved
 
-__all__ = ["Experts"]
-
-
 _of_mean = OpKind(
     "GradientOfMean",
     lambda w, *, size: w,

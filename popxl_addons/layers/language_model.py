@@ -25,8 +25,6 @@ from popxl_addons.module import Module
 from popxl_addons.ops.cross_entropy import cross_entropy
 from popxl_addons.ops.rotary_positions import Stretch
 
-__all__ = ["LanguageConfig", "LanguageModel", "NextTokenLoss"]
-
 
 class LanguageConfig(BaseModel):
     """Architecture settings of a language model.

@@ -22,8 +22,6 @@ from popxl_addons.ops.replicated_all_reduce_TP import (
     replicated_all_reduce_identical_inputs,
 )
 
-__all__ = ["TensorParallel"]
-
 
 class _RowParallelLinear(Linear):
     """`Linear`, the rows of whose weight are divided among replicas. The results are summed, and then get the bias."""

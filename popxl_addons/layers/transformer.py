@@ -25,8 +25,6 @@ from popxl_addons.named_replica_grouping import resolved
 from popxl_addons.ops.ring_attention import ring_attention
 from popxl_addons.ops.rotary_positions import Stretch, rotary_positions
 
-__all__ = ["MLP", "Attention", "Cache", "TransformerBlock"]
-
 
 class Cache(NamedTuple):
     """Key-value cache of texts, as a plain tuple.

@@ -29,8 +29,6 @@ from popxl.extend.ops import like_first
 from popxl.op import REFUSED, BetweenReplicas
 from popxl.replica_grouping import Groups
 
-__all__ = ["ring_attention"]
-
 
 def _ring(q: Any, k: Any, v: Any, *, causal: bool, scale: float, group: Group) -> tuple[Any, Any]:
     def attention(k: Any, v: Any, causal: bool) -> tuple[Any, Any]:

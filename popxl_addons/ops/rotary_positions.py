@@ -19,8 +19,6 @@ from popxl.errors import PopxlError
 from popxl.extend.kernels import round_once
 from popxl.op import ShardingRule
 
-__all__ = ["Stretch", "rotary_positions"]
-
 
 @dataclass(frozen=True)
 class Stretch:

@@ -22,16 +22,6 @@ from popxl.extend.ops import REFUSED, Op
 from popxl.op import BetweenReplicas
 from popxl.replica_grouping import ReplicaGrouping
 
-__all__ = [
-    "gather_weight",
-    "gathered_weights_of",
-    "gathers_weights",
-    "is_gather",
-    "is_looked_up_cheaper",
-    "look_up_rows",
-    "shares_out_gradients",
-]
-
 
 def _gathered(t: Any, *sent: Any, shape: tuple[int, ...], group: Group) -> Any:
     """Gather shards; or what is sent of them, such as casts."""

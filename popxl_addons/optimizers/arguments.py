@@ -9,8 +9,6 @@ import popxl
 from popxl.dtypes import check_dtype
 from popxl.extend.arguments import number
 
-__all__ = ["check_floating", "numbers", "weight_decays"]
-
 
 def check_floating(dtype: Any, what: str) -> popxl.dtype:
     """Check an update dtype. Raises `ValueError` for integer and complex types."""

@@ -8,8 +8,6 @@ from typing import Any
 import jax
 from jax.extend.core import jaxprs_in_params
 
-__all__ = ["combining"]
-
 _ELEMENTWISE = frozenset(
     "add sub mul div rem neg abs sign max min pow integer_pow square sqrt rsqrt cbrt exp exp2 log expm1 log1p logistic "
     "sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh atan2 erf erfc erf_inv lgamma digamma floor ceil "

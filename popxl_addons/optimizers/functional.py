@@ -27,8 +27,6 @@ from popxl_addons.optimizers.arguments import check_floating, numbers, weight_de
 from popxl_addons.optimizers.means import Means, MeansOverGroups, MeansOverPieces, Within
 from popxl_addons.optimizers.steps import Rate, Scale, Step, Tensors, formula_op, update_all
 
-__all__ = ["adafactor", "adamw", "lion", "sgd"]
-
 
 def _adamw_formula(
     w: Array, g: Array, t: Array, lr: Array, m: Array, v: Array, *, beta1: float, beta2: float, eps: float, decay: float

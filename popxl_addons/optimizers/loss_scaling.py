@@ -19,8 +19,6 @@ from popxl import ops
 from popxl.op import Colocated, OpKind, Overwrites
 from popxl.tensor import Variable
 
-__all__ = ["DynamicLossScaling", "LossScale", "all_finite"]
-
 
 @dataclass(frozen=True)
 class DynamicLossScaling:

@@ -11,8 +11,6 @@ from jax import lax
 from popxl.extend.collectives import OP_MAP, Group, shard_length
 from popxl.extend.kernels import Array
 
-__all__ = ["Means", "MeansOverGroups", "MeansOverPieces", "Within"]
-
 
 class Means:
     """Means over whole arrays."""

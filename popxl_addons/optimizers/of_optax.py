@@ -21,8 +21,6 @@ from popxl_addons.optimizers.elementwise import combining
 from popxl_addons.optimizers.steps import Scale, Step, Tensors, Trained, select_if_finite
 from popxl_addons.variable_factory import VariableFactory
 
-__all__ = ["from_optax"]
-
 
 def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
     """Convert an Optax transformation to an optimizer: a function of variables and gradients, like `adamw`.

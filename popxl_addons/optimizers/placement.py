@@ -6,8 +6,6 @@ import popxl
 from popxl.context import get_current_context
 from popxl.extend.graphs import final_ipu, reading_ipus
 
-__all__ = ["Placement"]
-
 
 class Placement:
     """IPU placement of main-graph tensors, with copies on demand."""

@@ -15,8 +15,6 @@ from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.remote import create_remote_buffer
 from popxl_addons.variable_factory import VariableFactory
 
-__all__ = ["StateStorage", "check_on_host", "state_on"]
-
 _location: ContextVar[StateLocation] = ContextVar("optimizer_state_location", default="device")
 
 

@@ -14,8 +14,6 @@ from popxl.transforms import GradGraphInfo
 from popxl_addons.transforms.call_groups import calls_in
 from popxl_addons.transforms.memory_plan import candidates
 
-__all__ = ["graph_needs"]
-
 
 def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph, held: int = 1, as_read: bool = False) -> GraphNeeds:
     """Candidates of a gradient graph, ops that compute them, and their reads by the gradient.

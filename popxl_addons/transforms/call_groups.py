@@ -11,8 +11,6 @@ from popxl.extend.graphs import is_call
 from popxl.extend.ops import Op
 from popxl_addons.transforms.graph_copies import call_in_place_of, copy_graph
 
-__all__ = ["calls_in", "divide_calls"]
-
 
 def calls_in(graph: popxl.Graph, times: int = 1) -> Iterator[tuple[Op, int]]:
     """Direct calls of a graph in order, including loops and branches, with their repeat counts."""

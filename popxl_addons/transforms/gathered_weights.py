@@ -31,8 +31,6 @@ from popxl_addons.ops.weight_gather import (
 )
 from popxl_addons.transforms.graph_copies import Transfers, copy_graph
 
-__all__ = ["gather_where_read", "share_out_before_calls"]
-
 
 @dataclass(frozen=True)
 class _Shards:

@@ -11,8 +11,6 @@ from popxl.context import get_current_context
 from popxl.extend.ops import Op
 from popxl.tensor import Constant
 
-__all__ = ["Transfers", "call_in_place_of", "copy_graph"]
-
 
 @dataclass(frozen=True)
 class Transfers:

@@ -10,8 +10,6 @@ from popxl.extend.arguments import check_type
 from popxl.extend.memory import BudgetedPlan, Compiled, MemoryRequest, asking, bytes_of, compiled_program, plan_within
 from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
 
-__all__ = ["plan_memory"]
-
 
 def plan_memory(
     build: Callable[[MemoryPlan | MemoryPolicy], popxl.Ir],

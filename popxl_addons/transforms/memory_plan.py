@@ -27,17 +27,6 @@ from popxl.extend.pages import OnPage, Page, Table, bytes_text, listed
 from popxl.transforms import GradGraphInfo
 from popxl_addons.ops.weight_gather import gathered_weights_of
 
-__all__ = [
-    "Activation",
-    "GraphPlan",
-    "MemoryPlan",
-    "MemoryPolicy",
-    "PlannedActivation",
-    "Treatment",
-    "activations_of",
-    "is_transposed_input",
-]
-
 Treatment = Literal["keep", "recompute", "offload"]
 """What becomes of an activation between the forward and the backward call."""
 

@@ -30,8 +30,6 @@ from popxl_addons.transforms.memory_plan import (
 )
 from popxl_addons.transforms.recomputation import ops_again, recompute_activations
 
-__all__ = ["Memory", "PlannedGradients"]
-
 
 class PlannedGradients:
     """Transform of called graphs, for `popxl.transforms.autodiff`, that applies a memory plan or policy.

@@ -20,8 +20,6 @@ from runtime.lowering.channels import FAILURE, Channels
 from runtime.lowering.context import Context
 from runtime.lowering.lower import Lowering, cast_to_declared
 
-__all__ = ["not_differentiable", "with_rules"]
-
 
 def _op_function(op: Op) -> Callable[..., Any]:
     """An op as a function of operands, with results in declared dtypes."""

@@ -226,9 +226,6 @@ def grouping_along(ir: "Ir", names: Sequence[str], what: str = "grouping") -> Re
 def grouping_of(ir: "Ir", group: "Groups | None", what: str) -> ReplicaGrouping:
     """Resolve a grouping argument: a grouping of `ir`, axis names, or `None` for all replicas.
 
-    Args:
-        what: name of the caller and of the argument, for errors.
-
     Raises:
         TypeError: for anything else.
         ValueError: if the Ir has no such axes.

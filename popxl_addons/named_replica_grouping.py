@@ -48,7 +48,6 @@ def resolved(group: Groups | None, what: str) -> popxl.ReplicaGrouping:
     Args:
         group: argument to resolve. A grouping needs no current graph; if there is one, the grouping must be of its
             replicas.
-        what: name of the caller and of the argument, for errors.
 
     Raises:
         TypeError, ValueError: for any other type, axes that the Ir does not have, and a grouping of other replicas.

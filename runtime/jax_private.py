@@ -176,11 +176,7 @@ def contents(compiled: Any) -> tuple[Contents, bool]:
 
 
 def loaded(found: Contents, content: bytes, into: Any, out_of: Any) -> Any:
-    """Reconstruct a compiled function from its contents.
-
-    Args:
-        content: XLA's serialization.
-    """
+    """Reconstruct a compiled function from its contents."""
     devices = list(found.devices)
     used = [i for i, (_, sharding) in enumerate(found.arguments) if sharding is not None]
     inputs, input_shardings = zip(*(found.arguments[i] for i in used), strict=True) if used else ((), ())

@@ -82,7 +82,6 @@ def solve(
     Args:
         limit: upper limit of the peak bytes of activations and gradients; `None` for as few as possible, regardless of
             time.
-        chip: published figures, if there are any.
         offloadable: names of the graphs for which offloading to the host is one of the treatments.
         release: time when memory is free again.
     """

@@ -223,9 +223,6 @@ def _leave(connection: LauncherConnection | Service, is_first: bool, process: in
 def barrier(place: str, payload: Any = None) -> list[Any]:
     """Wait until all instances reach a place, if there are others; returns their payloads in order.
 
-    Args:
-        payload: JSON data of this instance.
-
     Raises:
         PopxlRuntimeError: if some instance cannot arrive.
     """

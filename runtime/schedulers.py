@@ -110,11 +110,7 @@ def ask_scheduler(num_replicas: int | None, ipus_per_replica: int, adjacent_repl
 
 
 class Service:
-    """Connection to other processes through JAX's service, for processes started without a launcher.
-
-    Args:
-        client: JAX's connection.
-    """
+    """Connection to other processes through JAX's service, for processes started without a launcher."""
 
     def __init__(self, instance: Instance, client: Any) -> None:
         self._instance, self._client = instance, client

@@ -118,7 +118,6 @@ def capture(
         excludes: files that no user wants to be pointed to.
         with_scopes: whether ops record the path of the module that runs them.
         breaks: graph breaks, with the numbers of the inputs; records where the program has to end for the host to look.
-        derives: whether to differentiate the function.
         function: the user's function that runs, if it is not a module.
         tape: tape of the arithmetic on numbers that the module changes; see `poptorch.capture.counters`.
 

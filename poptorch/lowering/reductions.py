@@ -102,7 +102,6 @@ def picking(names: str, title: str, find: Callable[..., Any]) -> None:
     """Declare ops that select one element per line along a dimension, with its index.
 
     Args:
-        title: name of the op in printed graphs.
         find: JAX function of lines along the last axis, and of further attributes, which gives the places.
     """
 

@@ -212,9 +212,6 @@ def capturing(strategy: _IExecutionStrategy) -> Iterator[CaptureContext]:
 
     Nested captures of the same program, such as the body of a loop, share the state: they do not call this.
 
-    Args:
-        strategy: strategy of the options, `options.execution_strategy`.
-
     Example:
         >>> with capturing(poptorch.PipelinedExecution()) as ambient:
         ...     ambient.begin_block("encoder", 1)

@@ -20,9 +20,6 @@ from popxl_addons.rts import gather_replica_sharded_tensor, reduce_replica_shard
 class GradientSums:
     """Sums of gradients over micro-batches and replicas, by name of the parameter.
 
-    Args:
-        groupings: replica groupings of parameters that differ between replicas.
-
     Attributes:
         accumulators: storage of the sums; empty without accumulation.
     """

@@ -35,7 +35,6 @@ class Hyperparameters:
     """Hyperparameters of one compiled program.
 
     Args:
-        scales_loss: whether the loss scale is automatic.
         relaxed_checks: log unknown attributes as debug messages, not as warnings.
 
     Attributes:

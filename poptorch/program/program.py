@@ -45,7 +45,6 @@ class Program:
     Args:
         ir: an empty Ir, of whose replicas this process has as many as `batching` says.
         host: values of its parameters and buffers by name, as from `poptorch.run.weight_values.read_host_values`.
-        batching: distribution of the rows of a call.
         groupings: groupings of parameters that have a row for each group of replicas, by name.
 
     Attributes:

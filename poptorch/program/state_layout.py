@@ -47,7 +47,6 @@ class StateLayout:
     """Names, shapes and initial values of an optimiser's state, for the parameters that it trains.
 
     Args:
-        groupings: groupings of parameters that differ between replicas, by name.
         counted_apart: parameters with step counts of their own.
 
     Attributes:

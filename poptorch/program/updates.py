@@ -207,12 +207,7 @@ class Update:
         return next((s.group for s in kept if s.group is not None), None) if self._rule.elementwise else None
 
     def loss_scale(self, values: popxl.Tensor | None, state: Tensors) -> float | popxl.Tensor:
-        """Initial gradient of the loss: a number, or a float32 tensor of one element if variable.
-
-        Args:
-            values: the vector of numbers, in the current graph.
-            state: state of the optimiser by name, in the current graph.
-        """
+        """Initial gradient of the loss: a number, or a float32 tensor of one element if variable."""
         scale = self.hyperparameters.operand((None, "loss_scaling"), values)
         return state[LOSS_SCALE_FACTOR] * scale if self._automatic else scale
 

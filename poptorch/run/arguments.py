@@ -101,7 +101,6 @@ class Signature:
     """The signature that a model is compiled for: argument structure, tensor shapes and dtypes, constants.
 
     Args:
-        forward: the function, whose parameters the arguments are for.
         args: positional arguments of the first call.
         kwargs: keyword arguments of the first call.
         looked_at: names of the values beside tensors that are a part of the program, as `forward` looks at them, and

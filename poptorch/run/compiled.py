@@ -41,7 +41,6 @@ class Compiled:
     """A model compiled for a given argument structure, initially detached from any device. Threads may share it.
 
     Args:
-        structure: structure of the model's result.
         constants: numbers of results that the program does not compute, by number of the result.
         results: results of the program: those of the model, anchored tensors, inputs that are overwritten.
         rewritten: numbers of the inputs that are overwritten.

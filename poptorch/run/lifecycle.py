@@ -45,9 +45,6 @@ _ANOTHER_FORM = "the module has other parameters, buffers or modules than when i
 class ModelLifecycle(ModelProxy):
     """A model and its program, from compilation to release.
 
-    Args:
-        trainer: the optimiser; `None` without training.
-
     Raises:
         RuntimeError: if the model is to be trained, and another wrapper trains it.
     """

@@ -41,7 +41,6 @@ def compile_captured(
     """Lower a captured model to a program, and compile it.
 
     Args:
-        groupings: groupings of the parameters that differ between groups of replicas.
         anchors: the tensors to anchor, by the names that the user gives them.
     """
     anchors = anchors or {}

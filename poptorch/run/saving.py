@@ -347,9 +347,6 @@ _WRONG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, Runti
 class Saved:
     """A compiled model loaded from a file.
 
-    Args:
-        about: JSON part of the file.
-
     Attributes:
         training: whether the program trains.
         grouped: the parameters that differ between replicas.

@@ -44,11 +44,7 @@ class Run:
 
 
 class SmallerBatches:
-    """LRU cache of programs for a model's smaller batches.
-
-    Args:
-        forward: the function whose parameters the arguments are for.
-    """
+    """LRU cache of programs for a model's smaller batches."""
 
     def __init__(self, whole: Program, forward: Callable[..., Any], options: Options, training: bool) -> None:
         self._whole, self._forward, self._options, self._training = whole, forward, options, training

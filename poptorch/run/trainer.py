@@ -76,8 +76,6 @@ class Trainer:
         """Read the optimiser, for a new or existing program.
 
         Args:
-            groupings: groupings of parameters that differ between replicas.
-            made_with: the optimiser that the program was made with.
             counted_apart: parameters whose steps the program counts separately; by default, those with fewer steps than
                 others.
 

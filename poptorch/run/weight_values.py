@@ -87,7 +87,6 @@ def write(module: torch.nn.Module | None, arrays: Mapping[str, np.ndarray], grou
 
     Args:
         arrays: values by name, in the shapes that `read_host_values` gives.
-        groupings: the parameters with a value for each group of replicas.
 
     Raises:
         Error: for a name that the module does not have, or a value of another shape.

@@ -92,11 +92,7 @@ def _input_numbers(bits: int) -> Iterator[int]:
 
 
 class EffectsPass:
-    """One pass through the ops of a graph, callees first.
-
-    Args:
-        held: inputs and variables of the graph.
-    """
+    """One pass through the ops of a graph, callees first."""
 
     def __init__(self, graph: Graph, held: Sequence[Tensor], runs: dict[Graph, GraphEffects]) -> None:
         self.runs = runs

@@ -34,7 +34,6 @@ class JaxDerivative:
     """Graph derivative by the rule of its source function.
 
     Args:
-        recorder: adds equations to graphs.
         function: the function of the inputs of the graph.
     """
 

@@ -43,7 +43,6 @@ class MeansOverPieces(Means):
     over rows and columns are then dense, and replicas exchange arrays of the size of the means.
 
     Args:
-        group: the replicas that hold the shards.
         pieces: number of shards: member `i` of the group holds shard `i % pieces`.
     """
 

@@ -113,7 +113,6 @@ class _OptaxSteps:
     """Steps of an Optax transformation for named variables, by tracing only: no device starts.
 
     Args:
-        whole_specs: the shapes and dtypes of the variables, by name.
         values: spec of the loss, if it is given.
 
     Attributes:

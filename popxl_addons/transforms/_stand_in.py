@@ -19,7 +19,6 @@ def stand_in(
     storage continue to share it.
 
     Args:
-        t: operand of an op that moves.
         inside: tensors that are used unchanged, even if they are views.
         input_for: function that returns the replacement of a tensor with its own storage, for example an input; the
             same one each time.

@@ -127,7 +127,6 @@ def recompute_activations(
     """Gradient graph that takes some activations and recomputes others from these and forward inputs.
 
     Args:
-        info: information of the gradient graph that takes all of them.
         keep, offload: tensors of the forward graph to take: unchanged, or from host memory.
         as_read: whether each activation is recomputed right before the gradient reads it. Else all are recomputed
             first, and the gradient graph is called.

@@ -91,7 +91,6 @@ def graph_time(kernels: Graph | Sequence[GraphKernel], chip: Chip, exchanged: Ex
     Args:
         kernels: the graph, or `kernels_of` it.
         chip: figures of the chip; its `efficiency.dispatch` is the host's time for each kernel.
-        exchanged: function that returns the time of a collective.
     """
     found, hidden = GraphTime(), 0.0
     for each in kernels_of(kernels) if isinstance(kernels, Graph) else kernels:

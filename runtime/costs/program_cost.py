@@ -151,7 +151,6 @@ def cost_of_executable(
     Args:
         sizes: XLA's memory analysis of it.
         devices: devices in the order of XLA's numbers.
-        kind: JAX's name of the kind of device.
     """
     account = account_of(module)
     price = None if figures is None else pricer(figures, places_of(figures, devices))

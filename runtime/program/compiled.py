@@ -100,11 +100,7 @@ _cached: WeakSet[Structure] = WeakSet()  # segments that may have come from a fi
 
 
 def compile_program(ir: Ir, device: Device, known: Precompiled | None = None) -> CompiledProgram:
-    """Compile an Ir for a device.
-
-    Args:
-        known: results of an earlier compilation, if any.
-    """
+    """Compile an Ir for a device."""
     layout = layout_for(ir, device, None if known is None else known.calls)
     if known is None or known.executables is None:
         cache = compiling(ir, device, layout.calls, layout.prints, is_serializable(layout))

@@ -42,9 +42,6 @@ def _is_lost(array: Array) -> bool:
 class Runner:
     """Runner of a compiled program on its variables, reusable for any number of runs.
 
-    Args:
-        store: the variables that it reads and changes.
-
     Attributes:
         store: as passed.
         runs: number of runs.

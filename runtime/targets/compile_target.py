@@ -174,9 +174,6 @@ class CompileTarget:
     def lower(self, jitted: Any, *arguments: Any) -> Any:
         """Lower a jitted function for these devices.
 
-        Args:
-            arguments: types of the arguments, as `jax.ShapeDtypeStruct`.
-
         Raises:
             PopxlError: if an op needs devices of its own: a `shard_map` over several.
         """

@@ -214,7 +214,6 @@ class Replicas:
 
         Args:
             array: local array of this process, with or without a dimension for a single replica.
-            axis: the dimension that counts the replicas.
         """
         return array
 

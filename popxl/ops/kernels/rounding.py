@@ -25,7 +25,6 @@ def round_stochastically(x: Any, dtype: Any, seed: Any) -> Any:
     more exponent; numbers beyond become infinite.
 
     Args:
-        x: an array of floating point numbers.
         dtype: float16 or bfloat16.
         seed: uint32 array of two words.
     """

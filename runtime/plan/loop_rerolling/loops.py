@@ -32,8 +32,6 @@ def loops_of(
     """Find loops. Returns ops and loops, in order.
 
     Args:
-        signatures: signatures of the program's ops.
-        size: function that returns the number of ops of a graph.
         reasons: filled with the reasons why graphs that are called repeatedly are in no loop.
         batches_updates: see `cluster_iterations`.
     """

@@ -109,6 +109,14 @@ def obstacle(*bodies: ClosedJaxpr) -> str:
     return ""
 
 
+def _with_arguments(body: ClosedJaxpr, choose: Callable[[Sequence[Any]], list[Any]]) -> ClosedJaxpr:
+    """A body that takes some of its arguments, or takes them in another order."""
+    about, invars = body.jaxpr.debug_info, body.jaxpr.invars
+    if about.arg_names is not None and len(about.arg_names) == len(invars):
+        about = about._replace(arg_names=tuple(choose(about.arg_names)))
+    return ClosedJaxpr(body.jaxpr.replace(invars=choose(invars), debug_info=about), body.consts)
+
+
 def closed(body: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
     """A body with what it closes over, which is nothing where JAX leaves it out."""
     return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
@@ -176,12 +184,7 @@ def _swapped(values: Sequence[Any], first: int, second: int) -> list[Any]:
 
 def _reordered(body: ClosedJaxpr, same: int, carried: int) -> ClosedJaxpr:
     """A body that takes what is carried first."""
-    about = body.jaxpr.debug_info
-    names = about.arg_names
-    if names is not None and len(names) == len(body.jaxpr.invars):
-        about = about._replace(arg_names=tuple(_swapped(names, same, carried)))
-    invars = _swapped(body.jaxpr.invars, same, carried)
-    return ClosedJaxpr(body.jaxpr.replace(invars=invars, debug_info=about), body.consts)
+    return _with_arguments(body, lambda values: _swapped(values, same, carried))
 
 
 MOST_TURNS = 2**14
@@ -293,12 +296,7 @@ def used_operands(body: ClosedJaxpr) -> list[int]:
 
 def with_operands(body: ClosedJaxpr, which: Sequence[int]) -> ClosedJaxpr:
     """Restrict a function to the arguments that it reads."""
-    about = body.jaxpr.debug_info
-    names = about.arg_names
-    if names is not None and len(names) == len(body.jaxpr.invars):
-        about = about._replace(arg_names=tuple(names[i] for i in which))
-    invars = [body.jaxpr.invars[i] for i in which]
-    return ClosedJaxpr(body.jaxpr.replace(invars=invars, debug_info=about), body.consts)
+    return _with_arguments(body, lambda values: [values[i] for i in which])
 
 
 # Recomputation -------------------------------------------------------------------------------------------------------

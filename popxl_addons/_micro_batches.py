@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import popxl
 from popxl import ops
+
+MicroBatch = Callable[[popxl.Tensor | None], list[popxl.Tensor]]
+"""Function that takes the inputs of a micro-batch, after another tensor is computed if there is one."""
 
 
 class MicroBatches:
@@ -39,22 +43,35 @@ class MicroBatches:
             for each in specs
         ]
 
-    def slices_of(self, batch: Sequence[popxl.Tensor]) -> Iterator[list[popxl.Tensor]]:
-        """The inputs of each micro-batch."""
-        if self._count == 1:
-            yield [*batch]
-            return
-        divided = [self._divided(t) for t in batch]
+    def slices_of(self, batch: Sequence[popxl.Tensor]) -> Iterator[MicroBatch]:
+        """The micro-batches of a loaded batch."""
+        parts = [self._part_of(t) for t in batch]
         for number in range(self._count):
-            yield [each[number] for each in divided]
+            yield partial(_taken, parts, number)
 
-    def _divided(self, t: popxl.Tensor) -> Sequence[popxl.Tensor]:
+    def _part_of(self, t: popxl.Tensor) -> Callable[[int, popxl.Tensor | None], popxl.Tensor]:
+        """Function of a micro-batch's number that takes its part of an input, after another tensor."""
+        if self._count == 1 or not t.shape:
+            return lambda number, after: _waiting(t, after)
         if _is_seed(t.spec):
-            return ops.split_random_seed(t, self._count)
-        if not t.shape:
-            return [t] * self._count
+            seeds = ops.split_random_seed(t, self._count)
+            return lambda number, after: _waiting(seeds[number], after)
         size = t.shape[0] // self._count
-        return [t[start : start + size] for start in range(0, t.shape[0], size)]
+
+        def rows(number: int, after: popxl.Tensor | None) -> popxl.Tensor:
+            # Each slice is the same op with a start that waits, so that all micro-batches can be one loop.
+            start = _waiting(popxl.constant(number * size, popxl.uint32), after)
+            return ops.dynamic_slice(t, start, [0], [size], no_overlap=True)
+
+        return rows
+
+
+def _taken(parts: Sequence[Callable[..., popxl.Tensor]], number: int, after: popxl.Tensor | None) -> list[popxl.Tensor]:
+    return [part(number, after) for part in parts]
+
+
+def _waiting(t: popxl.Tensor, after: popxl.Tensor | None) -> popxl.Tensor:
+    return t if after is None else ops.available_after(t, after)
 
 
 def samples_of(specs: Sequence[popxl.TensorSpec]) -> int:

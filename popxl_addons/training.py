@@ -16,7 +16,7 @@ from popxl.extend.collectives import shard_count
 from popxl.extend.memory import StateLocation, asked_memory, bytes_of
 from popxl.extend.ops import cast_if_needed
 from popxl.tensor import Variable
-from popxl_addons._micro_batches import MicroBatches, samples_of
+from popxl_addons._micro_batches import MicroBatch, MicroBatches, samples_of
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
@@ -300,7 +300,7 @@ def _check(module: Module, forward: GraphWithNamedArgs) -> None:
 def _gradients(
     forward: GraphWithNamedArgs,
     weights: NamedTensors,
-    batches: Iterable[Sequence[popxl.Tensor]],
+    batches: Iterable[MicroBatch],
     count: int,
     scale: float | popxl.Tensor | LossScale,
     memory: PlannedGradients | None,
@@ -316,7 +316,7 @@ def _gradients(
     if count == 1:
         backward = autodiff(forward, [loss], trained, memory=memory)
         (batch,) = batches
-        site = bound.call_with_info(*batch)
+        site = bound.call_with_info(*batch(None))
         found = backward.call(start, args=backward.grad_graph_info.inputs_dict(site))
         return _upcast(site.outputs[0]), NamedTensors.pack(names, map(_upcast, found))
     means, backward = autodiff_with_accumulation(forward, trained, [loss], dtype=popxl.float32, memory=memory)
@@ -328,7 +328,7 @@ def _gradients(
         # computes several micro-batches together, and holds what they need meanwhile.
         for each in accumulators.accum.tensors:
             total = ops.available_after(total, each)
-        site = bound.call_with_info(*(ops.available_after(t, total) for t in batch))
+        site = bound.call_with_info(*batch(total))
         backward.bind(accumulators).call(start, args=backward.grad_graph_info.inputs_dict(site))
         total = total + _upcast(site.outputs[0])
     return total / count, accumulators.accum

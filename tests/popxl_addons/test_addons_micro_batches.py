@@ -206,6 +206,20 @@ def test_as_few_micro_batches_as_a_budget_needs() -> None:
     assert step.memory == found.plan and popxl.Session(again, "cpu").memory().device == found.peak
 
 
+def test_micro_batches_of_rerolled_layers_are_a_loop() -> None:
+    """As those are that a host feeds one by one."""
+
+    def temporaries(size: int, **how: Any) -> int:
+        ir = popxl.Ir()
+        ir.options.calledGraphs = "rolled"
+        with ir.main_graph:
+            x = popxl.h2d_stream((size, 64, 32), popxl.float32, "x")
+            addons.host_store(addons.train_step(Deep(), x, optimizer=partial(optimizers.sgd, lr=0.1), **how).loss)
+        return popxl.Session(ir, "cpu").memory().temporaries
+
+    assert temporaries(16, micro_batches=4) <= 1.1 * temporaries(4, accumulate=4)
+
+
 def test_enough_memory_needs_one_micro_batch() -> None:
     found = addons.plan_memory(lambda memory: deep(memory, micro_batches="auto", optimizer_state="auto")[0], "1 GB")
     assert (found.plan.micro_batches, found.plan.optimizer_state, found.compilations) == (1, "device", 1)

@@ -121,11 +121,7 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class _Building:
-    """Build context: current precision, and whether a float32 layer encloses it.
-
-    Attributes:
-        names: names of all layers so far.
-    """
+    """Build context: current precision, and whether a float32 layer encloses it."""
 
     precision: MixedPrecision
     wide: bool = False

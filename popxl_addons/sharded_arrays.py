@@ -235,7 +235,6 @@ class _ConcatenatedArray:
     """Array stored as consecutive shards.
 
     Attributes:
-        shape, dtype: spec of the array.
         starts: number of the first element of each shard.
         pieces: array of each shard, and the number of its first element there.
     """

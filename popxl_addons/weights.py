@@ -377,8 +377,6 @@ def _write_folder(
     """Write weight files with index, replacing earlier weight files.
 
     Args:
-        path: the folder.
-        sizes: bytes of each array, by name.
         file_bytes: about how large a file may get.
         arrays: function that returns the arrays of some names.
     """

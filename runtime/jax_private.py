@@ -142,7 +142,6 @@ class Contents(NamedTuple):
     """Decomposed compiled function, excluding argument and result trees.
 
     Attributes:
-        name: name of the function.
         devices: devices of the executable.
         arguments: types of all arguments, and their placements; `None` for unused ones.
         donated: positions of donated arguments.

@@ -32,11 +32,7 @@ class Machine:
         return Runner(program, VariableStore(program.layout)) if program.device.target is None else None
 
     def refusal(self, what: str, device: Device) -> BaseException:
-        """Error for session methods that require a runner.
-
-        Args:
-            device: the session's.
-        """
+        """Error for session methods that require a runner."""
         return PopxlError(
             f"Session.{what}: {device.name} is not here. The program was compiled for it, so `session.report`, "
             "`session.memory()`, `session.cost()` and `session.hlo()` tell what it needs there; to run it, make a "

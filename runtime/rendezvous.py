@@ -40,7 +40,6 @@ class RendezvousServer:
         failed: function called with the index of an instance that is about to end after a failure.
 
     Attributes:
-        port: the port of the server.
         problems: reasons of failed barriers, the first one first.
         leaving: instances that are about to end, in the order of their messages.
         any_arrived: whether any instance has reached a barrier.

@@ -55,7 +55,6 @@ class WatchingMachine(Machine):
     """Machine wrapper recording programs and runners created by another machine.
 
     Attributes:
-        programs: programs, and their Irs.
         runners: runner of each session, where it runs.
     """
 

@@ -9,10 +9,8 @@ def check_type(value: object, kinds: type | tuple[type, ...] | UnionType, what: 
     """Raise `TypeError` for an argument of a wrong type.
 
     Args:
-        value: the argument.
         kinds: types that it may have.
         what: the function and the name of the argument, as the message begins.
-        expected: description of the expected value.
     """
     if not isinstance(value, kinds):
         raise TypeError(f"{what} must be {expected}; got {value!r:.200} ({type(value).__name__}).")

@@ -31,7 +31,6 @@ class AskedMemory:
     """Request to a program, with its result.
 
     Attributes:
-        request: the request.
         samples: samples of a batch whose number of micro-batches the program leaves open; 1 if it states the number.
         is_state_open: whether the program leaves open where the state of the optimiser is.
         applied: objects that applied it while the program was built.

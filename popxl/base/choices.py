@@ -24,7 +24,6 @@ class Choices:
             option.
         options: options of each choice, by name; known once the program asks.
         work: the names of choices that say how much a run does.
-        fixed: values from the environment, by name.
     """
 
     taken: Mapping[str, Any] = field(default_factory=dict)

@@ -25,9 +25,6 @@ class Header(BaseModel):
     """The first line.
 
     Attributes:
-        kind: kind of the file.
-        format: version of the container.
-        about: metadata of the blobs.
         sizes: number of bytes of each blob, in order.
         digest: SHA-256 of all the rest, this line included.
     """
@@ -47,7 +44,6 @@ def pack(kind: str, about: Mapping[str, Any] | str, blobs: Mapping[str, bytes]) 
     Args:
         kind: kind of the file.
         about: metadata of the blobs, as values that JSON has; or their JSON text, in one line.
-        blobs: the blobs, by name.
 
     Example:
         >>> kind, about, blobs = "greetings", {"language": "en"}, {"first": b"hello"}

@@ -8,7 +8,6 @@ class EditCounter:
     `popxl.analysis.edits.Snapshot` describes the changes.
 
     Attributes:
-        count: number of changes.
         known: value of `count` when the last session was made; `None` before the first session.
     """
 

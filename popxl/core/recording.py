@@ -34,8 +34,6 @@ class OpSignature(NamedTuple):
 
     Attributes:
         operands: names of the inputs, if some operand is a plain value.
-        attributes: names and values of its attributes.
-        inputs, outputs: specs of the inputs and outputs.
     """
 
     operands: tuple[str, ...] | None

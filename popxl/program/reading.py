@@ -75,7 +75,6 @@ def restore(ir: Ir, content: bytes, beside: Callable[[str], bytes], name: str, t
     """Fill an empty Ir with the program that the content of a file holds.
 
     Args:
-        ir: an Ir that is new.
         content: bytes packed by `popxl.program.writing`, or the JSON of an earlier version.
         beside: reads the file of numbers of an earlier version, by its name.
         traces: have JAX trace the functions of ops, where there is doubt. A program that comes with its executables,

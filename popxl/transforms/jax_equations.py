@@ -133,9 +133,6 @@ class Loop:
         body: jaxpr from the carried values, then the loop invariants, then rows, to the carried values, then the
             outputs to stack.
         operands: operands of the body: initial carried values, invariants, and arrays of rows.
-        turns: number of iterations.
-        carried: number of carried values.
-        rows: number of inputs that are rows.
         backwards: whether iterations take the rows from last to first.
     """
 

@@ -31,7 +31,6 @@ class Function:
     It prints as its name. It has no hash, so that no declaration remembers it: a declaration lives longer than code.
 
     Attributes:
-        name: name of the function.
         code: code that JAX runs: a jaxpr, or a function.
     """
 

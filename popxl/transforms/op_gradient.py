@@ -40,7 +40,6 @@ class Forward:
     """View of a forward op for its gradient rule.
 
     Attributes:
-        op: the forward op.
         follows: the tensors of its graph that depend on some required tensor.
         read: function from a tensor of the forward graph to its value in the gradient graph.
         differentiate: function that returns the gradient graph of a graph that the op runs, or `None` if no gradient

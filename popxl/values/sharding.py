@@ -39,8 +39,6 @@ class ShardLayout:
     """The parts of a variable's values that the replicas hold, as rows of `length` elements.
 
     Attributes:
-        grouping: groups of replicas that share a value.
-        size: number of elements of a value.
         length: capacity of a replica, in elements. Excess elements of a value are left out.
         count: number of shards of a value; `None` if it is not sharded.
     """

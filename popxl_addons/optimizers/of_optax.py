@@ -116,7 +116,6 @@ class _OptaxSteps:
         values: spec of the loss, if it is given.
 
     Attributes:
-        first: initial state.
         leaves: leaves of the state; random keys are numbers.
         owners: name of the variable that each belongs to; "" for none.
 

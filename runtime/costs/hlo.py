@@ -49,7 +49,6 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        name: name in its computation.
         opcode: HLO opcode, such as "fusion" or "all-reduce-start".
         results: shapes of the results; several, if it is a tuple.
         operands: names of its operands, or the text in their place.
@@ -184,8 +183,6 @@ class Module:
     """Compiled program: computations and entry.
 
     Attributes:
-        computations: computations by name.
-        entry: name of the entry computation.
         overwritten: numbers of the arguments that results overwrite.
     """
 

@@ -26,7 +26,6 @@ class LinkSpan(NamedTuple):
     """How far a group of chips reaches at one level.
 
     Attributes:
-        link: the wires.
         size: number of members of the group, or units of the level below, that these links join.
         extents: for a torus, the sizes of its dimensions.
         closed: for a torus, the dimensions that are rings.
@@ -56,7 +55,6 @@ def spans_of(chip: Chip, members: Sequence[Place], chips: Sequence[Place]) -> tu
     """How a group of chips lies on the wires: levels that join more than one, the fastest first.
 
     Args:
-        chip: the figures of the chips.
         members: places of the members of the group.
         chips: places of all chips of the machine.
     """

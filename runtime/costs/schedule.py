@@ -40,7 +40,6 @@ class Schedule:
     """Steps of a compiled program, with the buffers live during each.
 
     Attributes:
-        steps: the instructions, in order.
         buffers: buffers that they write, without arguments and results of the program.
     """
 

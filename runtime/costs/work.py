@@ -75,7 +75,6 @@ class SizedProduct(NamedTuple):
     Attributes:
         product: dtype and precision.
         flops: operations: fewer than the sizes say for a convolution with padding.
-        batch, rows, columns, depth: sizes of the product.
     """
 
     product: Product

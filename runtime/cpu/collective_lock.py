@@ -39,9 +39,6 @@ class CpuCollectiveLock:
 
         XLA starts it after the executable that made its donated arguments; so that one is not waited for either.
 
-        Args:
-            changing: arrays that it changes, and that are donated.
-
         Yields:
             A function that takes the results of the executable.
         """

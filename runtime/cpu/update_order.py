@@ -70,9 +70,6 @@ def computed_after(value: Array, earlier: Array) -> Array:
     XLA overwrites an array in place if all its readers run earlier. On CPUs only data dependencies order computations,
     so that updated weights are copied for the gradients that also read them. A fake dependency of the new value on such
     a gradient avoids the copy.
-
-    Args:
-        earlier: the last result computed from the array.
     """
     if not isinstance(value, jax.core.Tracer) or not earlier.size or not supports_fake_dependency(value):
         return value

@@ -29,7 +29,6 @@ class Placement(_Saved):
     """Device placement of an array: unsharded on the first device, or sharded along mesh axes over all devices.
 
     Attributes:
-        memory: the kind of memory.
         mesh: the axes of the mesh and their sizes; none for a single device.
         spec: axes that divide each dimension.
     """
@@ -53,11 +52,9 @@ class Executable(_Saved):
     """JAX metadata of an executable.
 
     Attributes:
-        name: name of the function.
         devices: numbers of its devices among those of the program.
         arguments: all arguments, including unused ones without a placement; `donated` has the positions of donated
             ones.
-        results: the results.
         trees: trees of the arguments and of the results, with numbers for leaves.
     """
 

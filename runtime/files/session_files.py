@@ -38,8 +38,6 @@ class About(BaseModel):
     """Metadata of a session file.
 
     Attributes:
-        target: build stamp of the program.
-        device: description of the device.
         calls: form of called graphs.
         executables: the executables, in the order of `CompiledProgram.executables`.
     """

@@ -24,7 +24,6 @@ class Context:
     Attributes:
         channels: the streams, remote buffers and flags that they use.
         inputs: the inputs of the graph. The body of a loop has none: it sees nothing around it.
-        in_loop: whether the ops are in the body of a loop.
         rows: number of iterations of the enclosing loops of calls. An array of this many rows may hold a value.
         cut: for ops in a loop body that slice an iteration's row out of an array, that row.
         depth: number of enclosing noinline graphs.

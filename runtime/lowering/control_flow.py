@@ -151,8 +151,6 @@ class Iteration(NamedTuple):
     """Inputs of one loop iteration.
 
     Attributes:
-        inputs: inputs of the body.
-        sharing: inputs that share storage.
         stacks: packed array of the iteration for each packed array outside of the loop.
     """
 
@@ -168,10 +166,6 @@ class Loop:
     inputs, except for those that each iteration returns. For inputs that share storage, the storage is carried: an
     iteration starts by writing the carried results to it, in order. Everything else is loop-invariant. Further results
     are stacked over all iterations.
-
-    Attributes:
-        graph: the body.
-        start: inputs of the first iteration.
     """
 
     def __init__(self, op: Op, environment: Environment) -> None:

@@ -28,7 +28,6 @@ class Results:
     """Results of a graph.
 
     Attributes:
-        outputs: values of the outputs.
         written: final values of modified inputs, by position.
         shared: final values of modified storages that several inputs share.
         computed: the last results computed from inputs, by position; empty for noinline calls.

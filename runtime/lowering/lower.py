@@ -106,7 +106,6 @@ class Lowering:
         """Lower ops of one graph, in order. Returns its environment.
 
         Args:
-            ops: ops, or loops of them.
             same: aliases of tensors; by default, those of the schedule.
         """
         environment = self.environment(values, context, same)

@@ -74,7 +74,6 @@ class PlatformHooks:
     """Platform-specific parts of the lowering.
 
     Attributes:
-        overrides: kernel implementations for this platform.
         update_order: creates the update order of a graph, given whether it is in a loop body.
         copy_feed: copies a fed array, because the caller may overwrite it while the program runs.
         collective_lock: the lock of executables with collectives; `None` if they may run concurrently.

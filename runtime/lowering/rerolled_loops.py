@@ -42,9 +42,6 @@ class LoopInput:
     """An input of a rerolled loop's iterations.
 
     Attributes:
-        storage: the storage in the template.
-        by_iteration: the storage in each iteration.
-        is_written: whether iterations modify it.
         before: the template's storage whose value the next iteration takes as this input; `None` if it is not carried.
     """
 
@@ -64,8 +61,6 @@ class LoopOutput:
     """An output of iterations with users after the loop.
 
     Attributes:
-        storage: the storage in the template.
-        by_iteration: the storage in each iteration.
         is_last_only: whether only the last iteration's value is read.
         first: the initial value of the carried input, if it is packed before the outputs.
     """
@@ -86,10 +81,7 @@ class RerolledLoop:
     """Ops lowered as one loop.
 
     Attributes:
-        iterations: the ops of each iteration.
         template: the index of the iteration that is lowered.
-        inputs: inputs of an iteration.
-        outputs: outputs of an iteration.
     """
 
     iterations: tuple[tuple[Op, ...], ...]
@@ -250,7 +242,6 @@ class _Slice(NamedTuple):
     """Adjacent slots, read or written with one slice per iteration.
 
     Attributes:
-        stack: packed array of the slots.
         names: storages of the template for these slots, in order.
         first: number of the first slot, for each iteration.
     """

@@ -149,8 +149,6 @@ class GraphFunction:
     """A graph as a JAX function. `popxl.to_jax` creates it, and documents arguments and results.
 
     Attributes:
-        graph: the graph.
-        inputs: names of the arguments, in order.
         written: names of the arguments that the graph changes; the second result has their new contents.
     """
 

@@ -16,8 +16,6 @@ class CompileOptions:
     """Compile options of ops: the compile target, and options of the Ir.
 
     Attributes:
-        compile_target: compile target.
-        session_options: options of the Ir.
         x64: whether 64-bit types are kept.
     """
 

@@ -76,7 +76,6 @@ class Plan:
     each IPU.
 
     Args:
-        steps: steps of the host.
         changed, read: storages of changed variables, and of variables only read.
         buffers: remote buffers that it uses, and their IPUs; their arrays follow those of `changed` as inputs and
             outputs.
@@ -85,7 +84,6 @@ class Plan:
             computes the fetches from the final state. The first one is `None` if the IPU belongs to another process.
 
     Attributes:
-        steps: as passed.
         changed: storages that the program changes, at the start and at the end of the steps.
     """
 

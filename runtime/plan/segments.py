@@ -154,7 +154,6 @@ class Segment(Step):
     """Segment: ops compiled and executed together.
 
     Attributes:
-        ops: ops to run.
         size: number of ops for XLA.
         encoding: structural encoding of the ops.
         donated: storages that the ops overwrite, whose new value is needed, and that have no other owner.
@@ -317,13 +316,10 @@ class SubPlan:
     """Host-executed graph, with its input and output bindings.
 
     Attributes:
-        graph: the graph.
         arguments: storages outside, and the graph inputs bound to them.
         constant_inputs: inputs bound to constants that are never changed; they have no key of their own.
         results: storages outside that have a new value afterwards, and the inner storages that hold it.
         carried: inner storages passed to the next iteration of a loop, by the storages that receive them.
-        plan: steps of the graph.
-        keys: keys of the inputs.
         carried_copies: copies to make before the next iteration: storages, and their target IPUs.
         final_copies: copies to make at the end, to the IPUs where other branches leave these storages.
     """
@@ -373,7 +369,6 @@ class HostControlFlow(Step):
     """Op with host-executed graphs: a call, a loop (iteration by iteration), or a conditional (one branch).
 
     Attributes:
-        op: the op.
         subplans: graphs of the op: for a conditional, the two branches.
         condition: condition of a branch. The host has to wait for it.
         numbers: iterations that execute the graph, in order.

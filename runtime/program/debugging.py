@@ -79,7 +79,6 @@ class Debugged(Lowering):
 
     Args:
         ops, options, replicas: as for `Lowering`.
-        replica: number of this replica.
         infinities: whether to report these too.
     """
 

@@ -47,12 +47,10 @@ class Layout:
         decision: form of called graphs, and the IPUs of ops.
 
     Attributes:
-        compile_target, decision: as passed.
         stages: its stages, if some belong to other processes.
         replicas: replicas that run the program, on the first IPU of this process.
         divided: the same, if several processes drive them.
         main: graph to run.
-        options: options of the Ir.
         capacity: capacity of each stream, in transfers.
         buffers: the remote buffers that it uses, in the order of their numbers.
         inputs, outputs: streams to load from, and to store to, in the order of their ids.
@@ -61,7 +59,6 @@ class Layout:
         checks: whether anything is checked.
         resident: storages of variables on the device, and the variables: a variable itself, or the shard that is used
             in its place. Unused variables are absent.
-        variables: variables that it uses.
         changed, read: storages of changed variables, and of variables only read.
         changing, constant: arrays of these; an array that changes may include variables that are only read.
         shared: storages of variables that no replica changes and that are equal on all: all replicas share one array.

@@ -43,8 +43,6 @@ class Runner:
     """Runner of a compiled program on its variables, reusable for any number of runs.
 
     Attributes:
-        store: as passed.
-        runs: number of runs.
         run_seconds: time that the host was busy with these runs.
         timeline: the last recording.
     """

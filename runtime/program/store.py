@@ -68,9 +68,6 @@ class VariableStore:
     As in PopXL, an upload or a write makes a download due. All sessions of an Ir share its host copies, whose version
     is `ir.host_copies.version`: if it differs from `host`, another session has written them, and a download is due too.
 
-    Args:
-        layout: placement of the program's variables.
-
     Attributes:
         lock: lock for running the program and for transferring its variables.
         changing: the variables that the program changes, and its remote buffers. A run donates them, and puts new ones

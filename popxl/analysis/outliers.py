@@ -176,7 +176,9 @@ def _comparable_updates(updates: Iterable[Update]) -> Iterator[list[Update]]:
     """Updates along the same axes, by the same op with the same constants; excludes groups in which all agree."""
     alike: dict[Hashable, list[Update]] = defaultdict(list)
     for each in updates:
-        reduced = each.axes or tuple((op.attributes["stride"], op.attributes["group_size"]) for op in each.how.by)
+        reduced: Hashable = each.axes or tuple(
+            (op.attributes["stride"], op.attributes["group_size"]) for op in each.how.by
+        )
         alike[reduced, each.how.scalars, each.op.op_type].append(each)
     for some in alike.values():
         if len({each.scale for each in some}) > 1:

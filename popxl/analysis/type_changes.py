@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from popxl.analysis.replication import (
@@ -52,7 +52,7 @@ def stacked_type(type_: ReplicaType) -> ReplicaType:
 
 
 @lru_cache(256)
-def join_of_others(types: tuple[ReplicaType, ...], modified: Collection[int]) -> ReplicaType | None:
+def join_of_others(types: tuple[ReplicaType, ...], modified: frozenset[int]) -> ReplicaType | None:
     """Join of the types of unmodified operands; `None` without any."""
     others = tuple([each for i, each in enumerate(types) if i not in modified])
     return join_all(others) if others else None
@@ -67,7 +67,7 @@ def kept_layout(was: ReplicaType, now: ReplicaType) -> ReplicaType:
 
 
 @lru_cache(256)
-def presumed_layout(types: tuple[ReplicaType, ...], modified: Collection[int]) -> tuple[ReplicaType, ...]:
+def presumed_layout(types: tuple[ReplicaType, ...], modified: frozenset[int]) -> tuple[ReplicaType, ...]:
     """Types of an op's operands, with those that it changes as the shards that they are changed by, where replicas have
     variables of their own whose layout is not stated: such as sums of gradients' shards."""
     by = join_of_others(types, modified)

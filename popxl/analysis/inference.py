@@ -110,7 +110,8 @@ class TypeInference:
         for v, was, after, change in zip(variables, first, outcome.contents, outcome.changes, strict=True):
             if change is not None:
                 alike.setdefault((was, after), []).append(v)
-                if (own := own_axes(was, change[1])) and not v.location_info.isRemote():
+                is_held = v.piece is not None or not v.location_info.isRemote()
+                if is_held and (own := own_axes(was, change[1])):
                     self.findings.variable_update(v, was, *change, own)
         for (was, after), some in alike.items():
             repeated.update(repeated_axes(after))

@@ -69,7 +69,9 @@ def outliers(report: Report) -> Iterator[Finding]:
     yield from _scaled_sums(mesh, report)
     yield from _exchanges_without_dual(mesh, report)
     yield from stale_shards(mesh, report)
-    yield from shards_of_own_values(mesh, report)
+    if taken := [*shards_of_own_values(mesh, report)]:  # which explain what changes pieces
+        report.findings = [each for each in report.findings if each.category != taken[0].category]
+        yield from taken
     yield from transposed_weights(mesh, report)
     alike = said | {i for i, (kind, _) in enumerate(report.fed) if kind is REPLICATED}
     of_data = {i for each in updates for i in each.axes}

@@ -60,6 +60,7 @@ def covers(rule: Rule, given: Sequence[AxisType], shapes: Sequence[tuple[int, ..
     return all(
         kind is not SHARDED
         or d is None
+        or (d >= len(labels) and all(labels == result for result in rule.results))  # of what it is a piece of
         or (
             _sharded_factors(labels, d)[1]
             and (d == FLAT or shape[d] > 1 or _is_divided(labels[d], rule, given, shapes))
@@ -146,6 +147,9 @@ def _flawed(terms: AxisType, flaw: str, flaws: Flaws) -> AxisType:
 
 def _type_of_shards(operands: Sequence[Labels], result: Labels, given: Sequence[AxisType]) -> AxisType:
     """What an operation makes of shards: of terms of a sum, if it sums over the dimension that they are along."""
+    beyond = {d for kind, d in given if kind is SHARDED and d is not None and d >= len(result)}
+    if beyond and all(labels == result for labels in operands):  # pieces of values with more dimensions
+        return (SHARDED, beyond.pop()) if len(beyond) == 1 else SHARDS
     cut = {_sharded_factors(labels, d) for labels, (kind, d) in zip(operands, given, strict=True) if kind is SHARDED}
     if any(_is_summed(factors, operands, result, given) for _, factors in cut):
         return _SUM

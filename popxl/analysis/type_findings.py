@@ -64,6 +64,18 @@ class TypeFindings:
                 "{t} has pieces on replicas along {axes}, and each is changed by a term of a sum over them. Reduce "
                 "that first, with `ops.collectives.replicated_all_reduce`.",
             )  # fmt: skip
+        if unreduced := [i for i in own if was[i] == (SHARDED, FLAT)]:
+            self.find(
+                "shards of different values", False, op, v, unreduced,
+                "replicas along {axes} have shards of {t}, and each changes its shard by a value of its own, such as a "
+                "gradient that is not reduced. Reduce it first; `ops.collectives.replicated_reduce_scatter` does both.",
+            )  # fmt: skip
+        if unreduced := [i for i in own if was[i] == (SHARDED, FLAT)]:
+            self.find(
+                "shards of different values", False, op, v, unreduced,
+                "replicas along {axes} have shards of {t}, and each changes its shard by a value of its own, such as a "
+                "gradient that is not reduced. Reduce it first; `ops.collectives.replicated_reduce_scatter` does both.",
+            )  # fmt: skip
         if turned := [i for i in own if was[i][0] is by[i][0] is SHARDED and by[i][1] not in (None, FLAT, was[i][1])]:
             (d, e) = was[turned[0]][1], by[turned[0]][1]
             self.find(
@@ -191,9 +203,14 @@ class TypeFindings:
 @lru_cache(256)
 def own_axes(was: ReplicaType, by: ReplicaType) -> tuple[int, ...]:
     """The axes along which replicas have a variable of their own, or shards along a dimension, and change it by values
-    that are equal, terms of a sum, or shards along another dimension."""
-    own = [i for i, along in enumerate(was) if along[0] in (VARYING, SHARDED) and along != (SHARDED, FLAT)]
-    return tuple(i for i in own if by[i][0] in (REPLICATED, PARTIAL) or (by[i][0] is SHARDED and by[i] != was[i]))
+    that are equal, terms of a sum, or shards along another dimension; or pieces, and change them by own data."""
+    own = [i for i, along in enumerate(was) if along[0] in (VARYING, SHARDED)]
+    return tuple(
+        i
+        for i in own
+        if (by[i] == OWN_DATA if was[i] == (SHARDED, FLAT) else by[i][0] in (REPLICATED, PARTIAL))
+        or (by[i][0] is SHARDED and by[i] != was[i] and was[i] != (SHARDED, FLAT))
+    )
 
 
 @lru_cache(256)

@@ -168,6 +168,16 @@ def of_divided_pieces(is_right: bool) -> None:
     c.replicated_all_gather(piece, group="data" if is_right else "tensor")
 
 
+def of_changed_pieces(is_right: bool) -> None:
+    """Pieces of a weight, each changed by rows of a gradient, which is reduced before, or each replica's own."""
+    (_, piece), x = popxl.replica_sharded_variable(np.ones((8, 3)), F32, "w"), fed(5, 8)
+    g = x.T @ (x @ c.replicated_all_gather(piece).reshape((8, 3)))
+    if is_right:
+        update(piece, c.replicated_reduce_scatter(g, "mean", None, True))
+    else:
+        update(piece, g[0])
+
+
 OF_TWO = (halved_layers, of_divided_pieces)
 """Programs of two replicas along each axis."""
 
@@ -183,6 +193,7 @@ PROGRAMS: list[tuple[Callable[[bool], None], str]] = [
     (of_summed_shards, "nonlinear function of partial"),
     (of_columns, "mean of a sum"),
     (of_divided_pieces, "shards of another layout"),
+    (of_changed_pieces, "shards of different values"),
 ]
 
 

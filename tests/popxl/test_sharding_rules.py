@@ -14,6 +14,7 @@ from popxl.op import Op
 from popxl.transforms import autodiff
 from tests.popxl.ops.rows.convert import CONVERT
 from tests.popxl.ops.rows.elementwise import ELEMENTWISE
+from tests.popxl.ops.rows.index import INDEX
 from tests.popxl.ops.rows.nn import NN
 from tests.popxl.ops.rows.norm import NORM
 from tests.popxl.ops.rows.random import RANDOM
@@ -25,7 +26,7 @@ from tests.popxl.ops.rows.windows import WINDOWS
 from tests.popxl.ops.test_rows import arrays_of, nested, wanted_of
 
 SAME: AxisType = (REPLICATED, None)
-DECLARED = [*ELEMENTWISE, *CONVERT, *REDUCE, *SHAPE, *NN, *NORM, *RANDOM, *VAR_UPDATES, *WINDOWS]
+DECLARED = [*ELEMENTWISE, *CONVERT, *INDEX, *REDUCE, *SHAPE, *NN, *NORM, *RANDOM, *VAR_UPDATES, *WINDOWS]
 TELLING = "add div gelu sum reshape transpose matmul attention scaled_add swish".split()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,16 @@ from popxl.base.asked_memory import MemoryRequest
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.errors import PopxlError
 from runtime.costs.cost import Cost
-from runtime.memory_compiled import Compiled
+from runtime.memory_compiled import Compiled, Division
 from runtime.memory_division import DivisionEstimate
 from runtime.memory_refusal import refusal
 from runtime.memory_search import PlanSearch
 
 _AIM = 0.9
 """Share of the budget that a division of the step may need by estimate."""
+
+_DIVISIONS = 2
+"""Number of divisions that are tried by estimate."""
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _TEXT = re.compile(r"\s*([+-]?[0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*")
@@ -113,22 +116,32 @@ def plan_within(
     Raises:
         PopxlError: if no plan found is within the budget; the message has the smallest, and its largest values.
     """
-    search = PlanSearch(compiled, budget, told)
+    whole = search = PlanSearch(compiled, budget, told)
     search.try_everything()
     first, tried = search.everything, [search]
-    candidates = first.divisions
-    while not search.is_done and candidates:
-        division = candidates[-1]
-        if len(candidates) > 1:
-            estimate = DivisionEstimate(search.everything, search.division, _AIM * budget)
-            division = estimate.cheapest(candidates) or division
-        if division != search.division:
+    for division in _order(first, budget) if not search.is_done else ():
+        search = whole
+        if division != whole.division:
             search = PlanSearch(compiled, budget, told, division)
             search.try_everything()
             tried.append(search)
         search.try_plans()
-        candidates = () if search.fitting else tuple(each for each in candidates if each.is_below(division))
+        if search.fitting:
+            break
     if not search.fitting:
         raise PopxlError(refusal([found for each in tried for found in each.compiled], first.applied.needs, budget))
     best, count = search.best, sum(len(each.compiled) for each in tried)
     return BudgetedPlan(best.applied.plan, budget, best.memory, best.cost, first.memory, first.cost, count)
+
+
+def _order(first: Compiled, budget: int) -> Iterator[Division]:
+    """Divisions to try: the best by estimate, and last the program in one piece, as estimates may be wrong."""
+    untried = [*first.divisions]
+    if len(untried) > 1:
+        estimate = DivisionEstimate(first, _AIM * budget)
+        for _ in range(_DIVISIONS):
+            division = estimate.best(untried)
+            untried.remove(division)
+            yield division
+    if Division() in untried:
+        yield Division()

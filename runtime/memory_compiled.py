@@ -38,12 +38,6 @@ class Division(NamedTuple):
         divided = "1 micro-batch" if self.micro_batches == 1 else f"{self.micro_batches} micro-batches"
         return divided if self.state == "device" else f"{divided}, state on the host"
 
-    def is_below(self, other: Division) -> bool:
-        """Whether it may need less memory than another one: more micro-batches, or the state on the host."""
-        if self.state == other.state:
-            return self.micro_batches > other.micro_batches
-        return self.state == "host"
-
 
 class Compiled(NamedTuple):
     """Program compiled with a memory plan.

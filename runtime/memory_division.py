@@ -18,7 +18,7 @@ from popxl.graph import Graph
 from popxl.ir import Ir
 from runtime.memory_compiled import Compiled, Division
 from runtime.memory_needs import BANDWIDTH, GraphNeeds, OpNeeds
-from runtime.memory_solver import keep_all, solve
+from runtime.memory_solver import Solution, keep_all, solve
 
 _ACCUMULATOR = 4
 """Bytes of an element of an accumulator: float32."""
@@ -69,27 +69,29 @@ class StepMemory:
 
 
 class DivisionEstimate:
-    """Choice of a division by estimates from one compiled program.
+    """Choice of a division by estimates from the program in one piece.
 
     Args:
-        compiled: program with everything kept.
+        compiled: program in one piece, with everything kept.
     """
 
-    def __init__(self, compiled: Compiled, division: Division, budget: float) -> None:
-        self._compiled, self._division, self._budget = compiled, division, budget
+    def __init__(self, compiled: Compiled, budget: float) -> None:
+        self._compiled, self._budget = compiled, budget
         self._graphs: Sequence[GraphNeeds] = compiled.applied.needs
         self._planned = keep_all(self._graphs, compiled.release).bytes
+        self._weight = compiled.weight(self._planned)
         self._step = StepMemory(compiled.ir, compiled.memory, compiled.applied.model, self._graphs)
 
-    def cheapest(self, candidates: Iterable[Division]) -> Division | None:
-        """The division within the budget that takes least time, with its state on the device if possible."""
+    def best(self, candidates: Sequence[Division]) -> Division:
+        """The division within the budget that takes least time, with its state on the device if possible; the one that
+        needs least memory, if none is within the budget."""
         best, least = None, float("inf")
         for each in candidates:
             if best is not None and (each.state != best.state or self._overhead(each) >= least):
                 break  # more micro-batches cost more
             if (seconds := self._seconds(each)) < least:
                 best, least = each, seconds
-        return best
+        return min(candidates, key=self._least) if best is None else best
 
     @cached_property
     def _bandwidth(self) -> float:
@@ -106,21 +108,30 @@ class DivisionEstimate:
 
     def _seconds(self, division: Division) -> float:
         """Seconds that a division adds to a step with its best plan; infinity without one."""
-        share = self._division.micro_batches / division.micro_batches
-        graphs = [_scaled(g, share) for g in self._graphs]
-        weight, limit = self._compiled.weight(self._planned), self._budget - self._fixed(division, share)
-        kept = keep_all(graphs, self._compiled.release)
-        if weight * kept.bytes <= limit:
+        limit = (self._budget - self._fixed(division)) / self._weight
+        if keep_all(self._graphs_of(division), self._compiled.release).bytes <= limit:
             return self._overhead(division)
-        compiled = self._compiled
-        plan = solve(graphs, limit / weight, compiled.chip, compiled.offloadable, compiled.release)
+        plan = self._solved(division, limit)
         return float("inf") if plan is None else self._overhead(division) + division.micro_batches * plan.seconds
 
-    def _fixed(self, division: Division, share: float) -> float:
-        """Bytes besides planned ones, with a share of the samples in a micro-batch."""
-        memory, step = self._compiled.memory, self._step
+    def _least(self, division: Division) -> float:
+        """Bytes that a division needs with its smallest plan."""
+        plan = self._solved(division, None)
+        planned = 0 if plan is None else plan.bytes
+        return self._fixed(division) + self._weight * planned
+
+    def _solved(self, division: Division, limit: float | None) -> Solution | None:
+        compiled = self._compiled
+        return solve(self._graphs_of(division), limit, compiled.chip, compiled.offloadable, compiled.release)
+
+    def _graphs_of(self, division: Division) -> list[GraphNeeds]:
+        return [_scaled(g, 1 / division.micro_batches) for g in self._graphs]
+
+    def _fixed(self, division: Division) -> float:
+        """Bytes besides planned ones."""
+        step, others = self._step, self._compiled.memory.temporaries - self._weight * self._planned
         fixed = step.without_temporaries(division.micro_batches > 1) - (step.state if division.state == "host" else 0)
-        return fixed + share * max(memory.temporaries - self._compiled.weight(self._planned) * self._planned, 0)
+        return fixed + max(others, 0) / division.micro_batches
 
 
 def _scaled(g: GraphNeeds, share: float) -> GraphNeeds:

@@ -172,12 +172,14 @@ def test_what_is_refused() -> None:
 # Chosen for a budget ------------------------------------------------------------------------------------------------
 
 
-def deep(memory: Any, rule: Any = optimizers.adamw, calls: Any = "inlined", **how: Any) -> tuple[popxl.Ir, Any]:
+def deep(
+    memory: Any, rule: Any = optimizers.adamw, calls: Any = "inlined", rows: int = 64, **how: Any
+) -> tuple[popxl.Ir, Any]:
     np.random.seed(3)
     ir = popxl.Ir()
     ir.options.calledGraphs = calls
     with ir.main_graph:
-        x = popxl.h2d_stream((16, 64, 32), popxl.float32, "x")
+        x = popxl.h2d_stream((16, rows, 32), popxl.float32, "x")
         step = addons.train_step(Deep(), x, optimizer=partial(rule, lr=0.1), memory=memory, **how)
         addons.host_store(step.loss)
     return ir, step
@@ -218,6 +220,14 @@ def test_micro_batches_of_rerolled_layers_are_a_loop() -> None:
         return popxl.Session(ir, "cpu").memory().temporaries
 
     assert temporaries(16, micro_batches=4) <= 1.1 * temporaries(4, accumulate=4)
+
+
+def test_a_budget_that_fits_in_one_piece_is_enough() -> None:
+    """Where accumulators need more than activations."""
+    budget = round(1.02 * peak("nothing", rows=2))
+    assert peak("nothing", rows=2, micro_batches=2) > budget < peak("everything", rows=2)
+    found = addons.plan_memory(lambda memory: deep(memory, rows=2, micro_batches="auto")[0], budget)
+    assert found.plan.micro_batches == 1 and found.peak <= budget
 
 
 def test_enough_memory_needs_one_micro_batch() -> None:

@@ -147,8 +147,8 @@ def calls_on(target: str, asked: str) -> Any:
     return asked or ("kept" if target == "cpu" else "inlined")
 
 
-def built(name: str, target: str, calls: Any, memory: Any) -> popxl.Ir:
-    """A step of training by plain gradients."""
+def built(name: str, target: str, calls: Any, memory: Any, is_open: bool) -> popxl.Ir:
+    """A step of training by plain gradients, which may leave its number of micro-batches open."""
     if name == "pipeline":
         return pipeline(dtype_on(target), memory)
     program = PROGRAMS[name]
@@ -157,6 +157,7 @@ def built(name: str, target: str, calls: Any, memory: Any) -> popxl.Ir:
     with ir.main_graph:
         x = popxl.h2d_stream(shape_on(program, target), dtype_on(target), "x")
         how = {"optimizer": partial(optimizers.sgd, lr=0.1), "accumulate": program.accumulate, "memory": memory}
+        how |= {"micro_batches": "auto"} if is_open else {}
         addons.host_store(addons.train_step(Stack(program), x, **how).loss)
     return ir
 
@@ -170,7 +171,7 @@ def machine(name: str, target: str) -> str | popxl.Target:
 
 
 @cache
-def compiled(name: str, target: str, calls: Any, request: MemoryRequest) -> Compiled:
+def compiled(name: str, target: str, calls: Any, is_open: bool, request: MemoryRequest) -> Compiled:
     """The program with a plan, or a policy: the budgets of a program share them."""
     np.random.seed(0)
     memory = request.memory
@@ -181,7 +182,7 @@ def compiled(name: str, target: str, calls: Any, request: MemoryRequest) -> Comp
         elif name in OF_PYTORCH:
             session = torch_session(OF_PYTORCH[name], target, calls, memory)
         else:
-            session = popxl.Session(built(name, target, calls, memory), machine(name, target))
+            session = popxl.Session(built(name, target, calls, memory, is_open), machine(name, target))
     return compiled_program(session.ir, session.program, asked)
 
 
@@ -240,15 +241,16 @@ def in_jax(name: str, target: str) -> tuple[InJax, ...]:
     return tuple(found)
 
 
-def row(name: str, target: str, calls: Any, share: int, beside: bool) -> list[str]:
+def row(name: str, target: str, calls: Any, share: int, beside: bool, is_open: bool) -> list[str]:
     """A budget, as cells of the table."""
-    with_memory = partial(compiled, name, target, calls)
+    with_memory = partial(compiled, name, target, calls, is_open)
     whole = with_memory(MemoryRequest("everything"))
     budget = whole.memory.device * share // 100
     try:
         plan = plan_within(with_memory, budget, lambda line: print(line, file=sys.stderr, flush=True))
+        parts = f" in {plan.plan.micro_batches}" if is_open else ""
         ours = [
-            *(f"{plan.peak / 1e6:.1f}", f"{100 * plan.peak / budget:.0f}", str(plan.compilations)),
+            *(f"{plan.peak / 1e6:.1f}{parts}", f"{100 * plan.peak / budget:.0f}", str(plan.compilations)),
             *(f"{plan.cost.bytes_accessed / 1e9:.3f}", f"{plan.cost.flops / 1e9:.1f}"),
         ]
     except PopxlError as problem:
@@ -281,6 +283,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="a file or page that keeps the rows; those that it has are not made again",
     )
     parser.add_argument("--calls", default="", help="`calledGraphs` of the programs; by default what is the fastest")
+    parser.add_argument(
+        "--micro-batches", action="store_true", help='leave their number open; "40.0 in 2" are 40 MB with two'
+    )
     parser.add_argument("--without-jax", action="store_true", help="leave out the policies of JAX")
     given = parser.parse_args(arguments)
     compile_faster()
@@ -290,7 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for share in given.shares:
                 calls = calls_on(target, given.calls)
                 about = target if calls == calls_on(target, "") else f"{target}, {calls}"
-                table.add((about, name, str(share)), partial(row, name, target, calls, share, not given.without_jax))
+                about += ", micro-batches chosen" if given.micro_batches else ""
+                how = {"beside": not given.without_jax, "is_open": given.micro_batches}
+                table.add((about, name, str(share)), partial(row, name, target, calls, share, **how))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ Creation order is one of these orders. Code that reorders the ops of a graph ask
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from popxl.core.aliasing import reachable, storages
-from popxl.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
@@ -38,30 +37,38 @@ class Needs:
         return self.data | self.order
 
 
+class Accesses:
+    """Last writer of each storage or resource, and its readers since then."""
+
+    def __init__(self) -> None:
+        self._writers: dict[object, Op] = {}
+        self._readers: defaultdict[object, set[Op]] = defaultdict(set)
+
+    def add(self, op: Op, accesses: Collection[tuple[object, bool]]) -> set[Op]:
+        """Record what an op accesses, and whether it writes it. Returns the earlier ops that have to precede it."""
+        needed = {self._writers[what] for what, _ in accesses if what in self._writers}
+        needed.update(*(self._readers[what] for what, writes in accesses if writes))
+        for what, writes in accesses:
+            if writes:
+                self._writers[what], self._readers[what] = op, set()
+            else:
+                self._readers[what].add(op)
+        return needed
+
+
 def dependencies(graph: Graph) -> dict[Op, Needs]:
     """Map each op of a graph to its predecessors. Visits each op and its callees once."""
     made_of = storages(graph.ops)
     known: dict[int, Op] = {}
-    writer: dict[Tensor, Op] = {}
-    readers: dict[Tensor, set[Op]] = defaultdict(set)
-    last: dict[object, Op] = {}
+    inside, outside = Accesses(), Accesses()
     needs = {}
     for op in graph.ops:
         data = {t.producer for t in op.inputs if t.producer is not None}
-        touched = [(s, i in op.modified) for i, t in enumerate(op.inputs) for s in made_of[t]]
-        for s, writes in touched:
-            data |= {writer[s]} if s in writer else set()
-            data |= readers[s] if writes else set()
-        outside = set(external_resources(op))
-        order = {known[id] for id in op.after} | {last[thing] for thing in outside if thing in last}
+        data |= inside.add(op, [(s, i in op.modified) for i, t in enumerate(op.inputs) for s in made_of[t]])
+        order = {known[id] for id in op.after}
+        order |= outside.add(op, [(resource, True) for resource in external_resources(op)])
         needs[op] = Needs(frozenset(data), frozenset(order))
-        for s, writes in touched:
-            if writes:
-                writer[s], readers[s] = op, set()
-            else:
-                readers[s].add(op)
         known[op.id] = op
-        last.update(dict.fromkeys(outside, op))
     return needs
 
 

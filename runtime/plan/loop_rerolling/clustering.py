@@ -28,7 +28,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from heapq import heappop, heappush
 
-from popxl.core.dependencies import external_resources
+from popxl.core.dependencies import Accesses, external_resources
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.ops.memory import without_wait
@@ -227,20 +227,13 @@ def _slots(ops: Sequence[Op], signatures: OpSignatures) -> dict[Op, Slot]:
 def _needs(ops: Sequence[Op], slots: Mapping[Op, Slot], signatures: OpSignatures) -> dict[Op, set[Op]]:
     """Op dependencies: last writers of inputs and slots, readers of modified ones, and users of shared resources."""
     needs: dict[Op, set[Op]] = {}
-    changed: dict[object, Op] = {}
-    readers: defaultdict[object, set[Op]] = defaultdict(set)
+    accesses = Accesses()
     for op in ops:
         touched: list[tuple[object, bool]]
         touched = [(root, i in op.modified) for i, t in enumerate(op.inputs) for root in signatures.roots(t)]
-        touched += [(slots[op], not op.outputs)] if op in slots else []  # a load has a result
-        things = [] if op in slots else [*external_resources(op)]
-        needs[op] = {changed[thing] for thing in (*things, *(root for root, _ in touched)) if thing in changed}
-        for root, writes in touched:
-            needs[op] |= readers[root] if writes else set()
-        for root, writes in touched:
-            if writes:
-                changed[root], readers[root] = op, set()
-            else:
-                readers[root].add(op)
-        changed.update(dict.fromkeys((*things, *op.outputs), op))
+        if op in slots:
+            touched.append((slots[op], not op.outputs))  # a load has a result
+        else:
+            touched += [(resource, True) for resource in external_resources(op)]
+        needs[op] = accesses.add(op, [*touched, *((t, True) for t in op.outputs)])
     return needs

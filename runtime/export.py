@@ -12,6 +12,7 @@ import jax
 import jax.export
 import numpy as np
 
+from popxl.base.arguments import check_type
 from popxl.base.atomic_files import replace_file
 from popxl.errors import PopxlError
 from popxl.ir import Ir
@@ -117,8 +118,7 @@ def _ir_and_values(program: Any) -> tuple[Ir, Mapping[Any, np.ndarray]]:
         program._check_unchanged("export")
         wanted = (v for v in program.ir.main_graph.variables if not v.location_info.isRemote())
         return program.ir, program.values_of(wanted)
-    if not isinstance(program, Ir):
-        raise TypeError(f"export: `program` must be an Ir or a Session; got {program!r} ({type(program).__name__}).")
+    check_type(program, Ir, "export: `program`", "an Ir or a Session")
     return program, {}
 
 

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from popxl.analysis.memory import Memory
+from popxl.base.arguments import check_type
 from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text, flops_text
 from popxl.base.records import Record
 from popxl.errors import PopxlError
@@ -149,11 +150,7 @@ def analyze(function: Callable[..., Any], *args: Any, target: Target | str | Non
         raise TypeError(f"analyze: `function` must be a function; got {function!r} ({type(function).__name__}).")
     if isinstance(target, str):
         target = Target(target)
-    if not (target is None or isinstance(target, Target)):
-        raise TypeError(
-            f"analyze: `target` must be a description such as 'gpu h100:8', or a popxl.Target; got {target!r} "
-            f"({type(target).__name__})."
-        )
+    check_type(target, Target | None, "analyze: `target`", "a description such as 'gpu h100:8', or a popxl.Target")
     jitted = function if hasattr(function, "trace") else jax.jit(function)
     executable, seconds = _compiled(jitted, args, kwargs, target)
     return _analysis(getattr(function, "__name__", repr(function)), executable, seconds, target)

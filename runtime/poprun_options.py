@@ -8,6 +8,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from runtime.schedulers import NAMES
@@ -107,23 +108,23 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_shares(add: Callable[..., Any]) -> None:
     """Options of the instances, and their shares of replicas and devices."""
-    add("--num-instances", type=_positive, metavar="N", help="how many processes to start (default: 1)")
+    add("--num-instances", type=_count, metavar="N", help="how many processes to start (default: 1)")
     add(
         "--num-replicas",
-        type=_positive,
+        type=_count,
         metavar="N",
         help="how many replicas there are in all; instances get equal shares (default: one for each instance)",
     )
     add(
         "--ipus-per-replica",
-        type=_positive,
+        type=_count,
         default=1,
         metavar="N",
         help="how many devices each replica has; on GPUs, instances on one machine get different ones (default: 1)",
     )
     add(
         "--adjacent-replicas",
-        type=_positive,
+        type=_count,
         default=0,
         metavar="N",
         help="how many replicas have their devices for a stage of a pipeline side by side. With 1, an instance gets "
@@ -172,7 +173,7 @@ def _add_runs(add: Callable[..., Any]) -> None:
     )
     add(
         "--max-restarts",
-        type=_not_negative,
+        type=partial(_count, least=0),
         default=0,
         metavar="N",
         help="how many times to start all instances again after one has failed; `popdist.getNumRestarts()` says which "
@@ -180,7 +181,7 @@ def _add_runs(add: Callable[..., Any]) -> None:
     )
     add(
         "--min-instances",
-        type=_positive,
+        type=_count,
         metavar="N",
         help="with --max-restarts: start fewer instances each time, as few as N, that share out the replicas evenly "
         "(default: as many as before)",
@@ -199,17 +200,10 @@ def _parse_number(kind: type[Number], text: str) -> Number:
         raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number") from None
 
 
-def _positive(text: str) -> int:
+def _count(text: str, least: int = 1) -> int:
     number = _parse_number(int, text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
-    return number
-
-
-def _not_negative(text: str) -> int:
-    number = _parse_number(int, text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is below 0")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is below {least}")
     return number
 
 

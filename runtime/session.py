@@ -19,6 +19,7 @@ from popxl.analysis.dot import write_checkpoint
 from popxl.analysis.edits import Snapshot
 from popxl.analysis.lints import run_lints, warn_of_crossing_updates
 from popxl.analysis.transfers import warn_of_unused_transfers
+from popxl.base.arguments import check_type
 from popxl.base.choices import check_environment
 from popxl.core.rounding import ensure_seed
 from popxl.core.tensor import HostScalarTensor, Variable
@@ -90,8 +91,7 @@ class Session(SessionInspection, SessionVariables):
         weights_to_host_on_exit: bool,
         known: Precompiled | None = None,
     ) -> None:
-        if not isinstance(ir, Ir):
-            raise TypeError(f"Session: `ir` must be an Ir; got {ir!r} ({type(ir).__name__}).")
+        check_type(ir, Ir, "Session: `ir`", "an Ir")
         if not ir.main_graph.ops and all(v.piece is None for v in ir.main_graph.variables):
             raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
         if ir.options.enableInplaceAmbiguityChecking and known is None:

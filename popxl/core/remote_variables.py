@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
+from popxl.base.arguments import check_type
 from popxl.context import get_current_context
 from popxl.core.create import variable
 from popxl.core.tensor import Tensor, Variable
@@ -230,8 +231,7 @@ def replica_sharded_variable(
 
 
 def _buffer_slot(what: str, buffer: Any, offset: int, sharded: bool) -> LocationInfo:
-    if not isinstance(buffer, RemoteBuffer):
-        raise TypeError(f"{what}: `remote_buffer` must be a RemoteBuffer; got {buffer!r} ({type(buffer).__name__}).")
+    check_type(buffer, RemoteBuffer, f"{what}: `remote_buffer`", "a RemoteBuffer")
     buffer.check_belongs_to(get_current_context().ir, what)
     number = integer(offset, f"{what}: `offset`")
     if number < 0:

@@ -429,8 +429,7 @@ def _shard_or_tensor(given: Tensor, wanted: Tensor) -> Tensor:
 
 def check_callable(graph: Any, here: Graph) -> None:
     """Refuse what the current graph cannot call."""
-    if not isinstance(graph, Graph):
-        raise TypeError(f"call: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")
+    check_type(graph, Graph, "call: `graph`", "a Graph")
     if graph.ir is not here.ir:
         raise ValueError(f"call: {graph.title} is of another Ir than {here.title}, which is current.")
     # A graph without callers, which is the usual case, can only call itself directly.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NoReturn
 
+from popxl.base.arguments import check_type
 from popxl.context import get_current_context
 from popxl.core.declaration import OpKind
 from popxl.core.traits import Effect, Exchange
@@ -48,8 +49,7 @@ def remote_code_load(graph: Graph, destination: CODE_LOCATION) -> None:
             f"The remote_code_load op cannot load the code of {graph.title}, the current graph: it would be running "
             "already. Load it from the graph that calls it."
         )
-    if not isinstance(graph, Graph):
-        raise TypeError(f"remote_code_load: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")
+    check_type(graph, Graph, "remote_code_load: `graph`", "a Graph")
     if graph.ir is not context.ir:
         raise ValueError(f"remote_code_load: `graph` is {graph.title} of another Ir than the current graph.")
     if destination != "executable":

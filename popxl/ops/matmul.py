@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from popxl import dtypes
+from popxl.base.arguments import check_type
 from popxl.context import get_current_context
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
@@ -270,8 +271,7 @@ def einsum(subscripts: str, *ts: Tensor) -> Tensor:
     Example:
         >>> products = ops.einsum("ik,jk->ij", x, x)
     """
-    if not isinstance(subscripts, str):
-        raise TypeError(f"einsum: `subscripts` must be a string; got {subscripts!r} ({type(subscripts).__name__}).")
+    check_type(subscripts, str, "einsum: `subscripts`", "a string")
     if not ts:
         raise ValueError("einsum: at least one tensor is needed; none was given.")
     return _einsum(*ts, subscripts=subscripts)

@@ -19,6 +19,7 @@ from jax.experimental import checkify
 
 from popxl.analysis.edits import Snapshot
 from popxl.analysis.transfers import transfers_of
+from popxl.base.arguments import check_type
 from popxl.base.arrays import Array
 from popxl.base.log import Logger
 from popxl.base.names import identifier
@@ -93,8 +94,7 @@ def to_jax(graph: Graph) -> GraphFunction:
         ...     fetched, changed = jax.jit(step)(**variables, images=images, labels=labels)
         ...     variables |= changed
     """
-    if not isinstance(graph, Graph):
-        raise TypeError(f"to_jax: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")
+    check_type(graph, Graph, "to_jax: `graph`", "a Graph")
     if graph is graph.main_graph:
         return main_function(graph, "to_jax")
     _check_replicas(graph, "to_jax")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from popxl.base.arguments import check_type
 from popxl.base.arrays import Array
 from popxl.base.names import camel
 from popxl.core.declaration import OpKind
@@ -114,8 +115,7 @@ def _over_ipus(
 
     def over_ipus(ts: Sequence[Tensor], ipus: Sequence[int] | None = None, op: CollectiveOps = "add") -> list[Tensor]:
         to_collective_op(op)
-        if not isinstance(ts, list | tuple):
-            raise TypeError(f"{name}: `ts` must be a list of tensors; got {ts!r} ({type(ts).__name__}).")
+        check_type(ts, list | tuple, f"{name}: `ts`", "a list of tensors")
         kind.check(*ts, ipus=None, op=op)
         places = _ipus_of(name, ts) if ipus is None else integers(ipus, f"{name}: `ipus`")
         if len(places) != len(ts):

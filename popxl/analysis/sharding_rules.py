@@ -84,11 +84,19 @@ def types_by_rule(rule: Rule, given: Sequence[AxisType], flaws: Flaws) -> list[A
     if any(map(_is_sum, given)):
         return [_type_of_terms(rule, given, flaws)] * len(rule.results)
     whole = join_axis(given)
+    if whole == SHARDS and _sums_all(rule):
+        return [_SUM] * len(rule.results)
     if whole[0] is SHARDED:
         return [_type_of_shards(rule.operands, result, given) for result in rule.results]
     if whole[0] is VARYING and all(slot is not None and slot < 0 for kind, slot in given if kind is VARYING):
         return [_TERMS if _is_product_of_own(rule, result, given) else whole for result in rule.results]
     return [whole] * len(rule.results)
+
+
+def _sums_all(rule: Rule) -> bool:
+    """Whether an operation sums all elements of its only operand: those of shards, whichever dimension they are along,
+    to terms of a sum."""
+    return len(rule.operands) == 1 and all(rule.operands[0]) and rule.linear == ({0},) and not any(rule.results)
 
 
 def _is_sum(along: AxisType) -> bool:

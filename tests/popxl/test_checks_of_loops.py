@@ -161,6 +161,14 @@ def of_columns(is_right: bool) -> None:
     ops.scaled_add_(w, w * square, b=-0.1)
 
 
+def of_reshaped_shards(is_right: bool) -> None:
+    """Squares of shards along a dimension that a reshape leaves open."""
+    w, v = divided(0, 6, 8), weight(8, 12, name="v")
+    rows = w.reshape((1, 6, 8))
+    square = c.replicated_all_reduce(ops.sum(rows * rows), "add" if is_right else "mean", "tensor")
+    ops.scaled_add_(v, v * square, b=-0.1)
+
+
 def of_divided_pieces(is_right: bool) -> None:
     """Pieces along `data` of a weight that is divided along `tensor`."""
     v, piece = popxl.replica_sharded_variable(np.ones((2, 8, 3), np.float32), F32, "w", replica_grouping="data")
@@ -192,6 +200,7 @@ PROGRAMS: list[tuple[Callable[[bool], None], str]] = [
     (of_the_same_text, "factor of replicas"),
     (of_summed_shards, "nonlinear function of partial"),
     (of_columns, "mean of a sum"),
+    (of_reshaped_shards, "mean of a sum"),
     (of_divided_pieces, "shards of another layout"),
     (of_changed_pieces, "shards of different values"),
 ]

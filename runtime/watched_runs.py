@@ -156,7 +156,7 @@ def run_file(file: Path, arguments: Sequence[str], names: dict[str, Any] | None 
         if isinstance(problem, BrokenPipeError) and is_broken_pipe():
             raise
         frames = problem.__traceback__
-        while frames is not None and not _runs_file(frames, file):
+        while frames is not None and Path(frames.tb_frame.f_code.co_filename) != file:
             frames = frames.tb_next  # so that it begins in the program
         traceback.print_exception(problem.with_traceback(frames))
         if isinstance(problem, ModuleNotFoundError):
@@ -170,10 +170,6 @@ def run_file(file: Path, arguments: Sequence[str], names: dict[str, Any] | None 
         sys.argv, sys.path = argv, path
         sys.stdout.flush()
     return "", 0
-
-
-def _runs_file(frame: TracebackType, file: Path) -> bool:
-    return Path(frame.tb_frame.f_code.co_filename) == file
 
 
 def _last_line(frames: TracebackType | None, file: Path) -> str:

@@ -91,10 +91,6 @@ def _memory(layers: Sequence[Layer], phases: Mapping[str, tuple[float, float]]) 
     return parts
 
 
-def _axis_style(axes: Sequence[int]) -> str:
-    return f"a{axes[0]}" if len(axes) == 1 else "all"
-
-
 def _mesh(axes: Sequence[tuple[str, int]]) -> tuple[list[str], float]:
     """The chips, with lines between those along one axis; and where the drawing ends."""
     if not axes:
@@ -139,8 +135,9 @@ def _collectives(axes: Sequence[tuple[str, int]], sent: Sequence[LineCollectives
     for along, found in sorted(rows.items(), key=lambda each: (len(each[0]), [-a for a in each[0]])):
         size = math.prod(axes[i][1] for i in along)
         name = " and ".join(axes[i][0] for i in along)
+        style = f"a{along[0]}" if len(along) == 1 else "all"
         parts += [
-            f'<rect x="{_SIDE}" y="{y - 6:.1f}" width="10" height="4" class="{_axis_style(along)}"/>',
+            f'<rect x="{_SIDE}" y="{y - 6:.1f}" width="10" height="4" class="{style}"/>',
             svg.text(_SIDE + 16, y, f"along {name}, {size} chips", "start", 12),
         ]
         y += 17

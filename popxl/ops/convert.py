@@ -76,10 +76,6 @@ _detach_ = OpKind(
 )
 
 
-def _destination(inputs: tuple[Tensor, ...], attributes: Any, here: Location) -> Location:
-    return (attributes["destination"], here[1])
-
-
 def _other_tiles(inputs: tuple[Tensor, ...], attributes: Any, here: Location) -> Location:
     ipu, io_tiles = inputs[0].location
     return (here[0] if ipu is None else ipu, here[1] if io_tiles is None else not io_tiles)
@@ -91,7 +87,7 @@ _ipu_copy: OpKind = OpKind(
     shape=like_first,
     result="{t}_c{destination}",
     gradient={"t": lambda g, destination, source: _copied(g, destination=source, source=destination)},
-    traits=[Placed(_destination)],
+    traits=[Placed(lambda inputs, attributes, here: (attributes["destination"], here[1]))],
 )
 _io_tile_copy = OpKind(
     "IoTileCopy", lambda t: t, shape=like_first, result="{t}_iotilecopy", gradient=None, traits=[Placed(_other_tiles)]

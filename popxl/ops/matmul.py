@@ -78,7 +78,8 @@ def _lhs_gradient(g: Tensor, lhs_spec: TensorSpec, rhs: Tensor) -> Tensor:
         return reshape(g, (*g.shape, 1)) * rhs
     if len(lhs_spec.shape) == 1:
         g = reshape(g, (*g.shape[:-1], 1, g.shape[-1]))
-        return _as_row(_to_be_summed(g, _flipped(rhs), lhs_spec))
+        row = _to_be_summed(g, _flipped(rhs), lhs_spec)
+        return reshape(row, (*row.shape[:-2], row.shape[-1]))
     return _to_be_summed(g, _flipped(rhs), lhs_spec)
 
 
@@ -116,11 +117,6 @@ def _flipped(t: Tensor) -> Tensor:
 def _as_matrix(t: Tensor) -> Tensor:
     """Flatten leading dimensions; vectors become single rows."""
     return t if t.rank == 2 else reshape(t, (-1, t.shape[-1]))
-
-
-def _as_row(t: Tensor) -> Tensor:
-    """Without the dimension of size 1 before the last."""
-    return reshape(t, (*t.shape[:-2], t.shape[-1]))
 
 
 def _matmul_over_rows(lhs: Any, rhs: Any, *, partials_type: dtype_ | None = None) -> Any:

@@ -74,10 +74,6 @@ def _number(operand: Any, read: Read) -> np.ndarray | None:
 # Loops ---------------------------------------------------------------------------------------------------------------
 
 
-def _scan(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
-    return _loop(recorder, of_jax.scan_of(equation), read)
-
-
 def _convert_while(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
     turns = of_jax.iteration_count(equation, lambda operand: _number(operand, read))
     assert turns is not None
@@ -169,7 +165,7 @@ def _remat(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tenso
 _REMAT = ("checkpoint", "remat", "remat2")
 
 _AS_GRAPHS: dict[str, Callable[[Recorder, JaxprEqn, Read], Sequence[Tensor]]] = {
-    "scan": _scan,
+    "scan": lambda recorder, equation, read: _loop(recorder, of_jax.scan_of(equation), read),
     "while": _convert_while,
     "cond": _cond,
     **dict.fromkeys(DERIVATIVES, _with_derivative),

@@ -100,10 +100,6 @@ def _refuse(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
     )
 
 
-def _or_zeros(op: Op, gs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    return tuple(init(t.shape, t.dtype) if g is None else g for t, g in zip(op.outputs, gs, strict=True))
-
-
 def _by_rules(
     rules: Mapping[str, Callable[..., Tensor | None]], forward: Forward, gs: tuple[Tensor | None, ...]
 ) -> Gradients:
@@ -130,7 +126,7 @@ def _wish(name: str, forward: Forward, gs: tuple[Tensor | None, ...], i: int) ->
     if name == "g":
         return init(op.outputs[0].shape, op.outputs[0].dtype) if gs[0] is None else gs[0]
     if name == "gs":
-        return _or_zeros(op, gs)
+        return tuple(init(t.shape, t.dtype) if g is None else g for t, g in zip(op.outputs, gs, strict=True))
     if name == "out":
         return forward.read(op.outputs[0])
     if name == "outs":

@@ -21,7 +21,7 @@ from popxl.extend.arguments import flag
 from popxl.extend.collectives import Group, members
 from popxl.extend.kernels import Array
 from popxl.extend.ops import ELEMENTWISE, adam_direction
-from popxl.op import BetweenReplicas, ShardingRule
+from popxl.op import BetweenReplicas, OpKind, ShardingRule, Trait
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.optimizers.arguments import check_floating, numbers, weight_decays
 from popxl_addons.optimizers.means import Means, MeansOverGroups, MeansOverPieces, Within
@@ -250,17 +250,15 @@ def _adafactor_in_groups(
     return _adafactor_formula(*arrays, means=MeansOverGroups(own, group, axis), **numbers)
 
 
-_MATRIX, _VECTOR = ("row_variance", "column_variance"), ("variance",)
-_adafactor_of_matrices = formula_op("AdafactorStep", _adafactor_formula, *_MATRIX)
-_adafactor_of_vectors = formula_op("AdafactorVectorStep", _adafactor_formula, *_VECTOR)
-_adafactor_of_cut_matrices, _adafactor_of_cut_vectors = (
-    formula_op(name, _adafactor_in_pieces, *slots, traits=[BetweenReplicas()])
-    for name, slots in (("AdafactorPieceStep", _MATRIX), ("AdafactorVectorPieceStep", _VECTOR))
-)
-_adafactor_of_divided_matrices, _adafactor_of_divided_vectors = (
-    formula_op(name, _adafactor_in_groups, *slots, traits=[BetweenReplicas()])
-    for name, slots in (("AdafactorGroupStep", _MATRIX), ("AdafactorVectorGroupStep", _VECTOR))
-)
+def _matrices_and_vectors(division: str, formula: Callable[..., Any], *traits: Trait) -> tuple[OpKind, OpKind]:
+    """Declare the steps of variables that are divided like this between replicas."""
+    matrices = formula_op(f"Adafactor{division}Step", formula, "row_variance", "column_variance", traits=traits)
+    return matrices, formula_op(f"AdafactorVector{division}Step", formula, "variance", traits=traits)
+
+
+_of_wholes = _matrices_and_vectors("", _adafactor_formula)
+_of_shards = _matrices_and_vectors("Piece", _adafactor_in_pieces, BetweenReplicas())
+_of_groups = _matrices_and_vectors("Group", _adafactor_in_groups, BetweenReplicas())
 
 
 def adafactor(
@@ -324,13 +322,13 @@ def adafactor(
         step = Step("adafactor", variables, gradients, lr, clip_norm, loss_scaling)
         for each in step.trained:
             shape, f32, how = each.whole_shape, popxl.float32, named | {"decay": decay(each.name)}
-            matrices, vectors = _adafactor_of_matrices, _adafactor_of_vectors
+            matrices, vectors = _of_wholes
             holders = members("adafactor", each.grouping.const_rg)
             if each.tensor.meta_shape:
-                matrices, vectors = _adafactor_of_cut_matrices, _adafactor_of_cut_vectors
+                matrices, vectors = _of_shards
                 how |= {"whole": shape, "pieces": each.pieces, **holders}
             if each.axis is not None:
-                matrices, vectors = _adafactor_of_divided_matrices, _adafactor_of_divided_vectors
+                matrices, vectors = _of_groups
                 how |= {"whole": shape, "axis": each.axis - len(shape), **members("adafactor", None)}
                 if each.tensor.meta_shape:
                     how |= {"holders": (holders["stride"], holders["group_size"])}

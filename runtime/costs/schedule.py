@@ -138,7 +138,7 @@ class _Walk:
             return [flat[index]] if index < len(flat) and len(instruction.results) == 1 else flat
         if opcode.endswith(("-done", "-update")):
             self._step(instruction, flat)
-            return _with_shapes(flat, instruction.results)
+            return flat[-len(instruction.results) :]  # operands come first
         if opcode == "while":
             self.computation(self.module.computations[instruction.attribute("body").lstrip("%")], {0: flat})
             self._read(flat)
@@ -167,11 +167,6 @@ class _Walk:
         buffer = Buffer(name, shape.bytes if shape.memory == 0 else 0, now, now)
         self.schedule.buffers.append(buffer)
         return buffer
-
-
-def _with_shapes(buffers: list[Buffer], results: Sequence[Shape]) -> list[Buffer]:
-    """The buffers of an asynchronous instruction that are its results: the last ones, as operands come first."""
-    return buffers[-len(results) :]
 
 
 _ALIASING = re.compile(r"\{(\d*)\}: ?\((\d+), ?\{\}")

@@ -145,11 +145,9 @@ class Account:
         self.collectives += (each._replace(runs=each.runs * times) for each in more.collectives)
 
 
-def _graph_of(instruction: Instruction) -> str:
-    return graph_of(instruction.scope)
-
-
-def account_of(module: Module, key: Callable[[Instruction], str] = _graph_of) -> Account:
+def account_of(
+    module: Module, key: Callable[[Instruction], str] = lambda instruction: graph_of(instruction.scope)
+) -> Account:
     """Account of one run of a compiled program.
 
     Args:
@@ -313,11 +311,6 @@ def _of_library_convolution(instruction: Instruction, operands: list[Shape], res
     return 2 * larger.elements * kernel.elements // features, features
 
 
-def _is_library(instruction: Instruction) -> bool:
-    """Whether a custom call targets cuBLAS or cuDNN."""
-    return re.search("cublas|cudnn", instruction.attribute("custom_call_target")) is not None
-
-
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
 
@@ -350,7 +343,8 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
     elif instruction.opcode.endswith("-start"):
         yield 0, _exchanged(computation, instruction)
     else:  # for library calls, the first result: the others are workspaces of any size
-        is_of_library = instruction.kind == "custom-call" and _is_library(instruction)
+        target = instruction.attribute("custom_call_target") if instruction.kind == "custom-call" else ""
+        is_of_library = "cublas" in target or "cudnn" in target
         yield from ((shape.memory, shape.bytes) for shape in (results[:1] if is_of_library else results))
 
 

@@ -64,11 +64,6 @@ class CollectiveLock(Protocol):
         results."""
 
 
-def _same_row(row: Array, number: Array) -> Array:
-    """The unchanged row, for compilers that keep operations inside loops."""
-    return row
-
-
 @dataclass(frozen=True)
 class PlatformHooks:
     """Platform-specific parts of the lowering.
@@ -77,14 +72,15 @@ class PlatformHooks:
         update_order: creates the update order of a graph, given whether it is in a loop body.
         copy_feed: copies a fed array, because the caller may overwrite it while the program runs.
         collective_lock: the lock of executables with collectives; `None` if they may run concurrently.
-        invariant_row: function that gives an iteration's row of a loop-invariant array, from the row and its number.
+        invariant_row: function that gives an iteration's row of a loop-invariant array, from the row and its number;
+            the row itself, for compilers that keep operations inside loops.
     """
 
     overrides: Mapping[Kernel, KernelImpl] = field(default_factory=dict)
     update_order: Callable[[bool], UpdateOrder] = lambda in_loop: Unordered()
     copy_feed: Callable[[np.ndarray], np.ndarray] = np.ndarray.copy
     collective_lock: CollectiveLock | None = None
-    invariant_row: Callable[[Array, Array], Array] = _same_row
+    invariant_row: Callable[[Array, Array], Array] = lambda row, number: row
 
 
 @cache

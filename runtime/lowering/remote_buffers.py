@@ -49,15 +49,11 @@ BLOCK = (8, 128)
 
 
 @register_lowering(remote_load_kind)
-def _load(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    """Load a slot to a new tensor."""
-    environment.write(op.outputs[0], _slot(lowering, op, environment, context))
-
-
 @register_lowering(remote_load_inplace_kind)
-def _load_inplace(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    """Load a slot in place."""
-    environment.write(op.inputs[0], _slot(lowering, op, environment, context))
+def _load(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
+    """Load a slot to a new tensor, or in place."""
+    target = op.inputs[0] if op.modified else op.outputs[0]
+    environment.write(target, _slot(lowering, op, environment, context))
 
 
 @register_lowering(remote_store_kind)

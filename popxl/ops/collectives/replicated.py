@@ -150,11 +150,6 @@ def _all_gather(t: Array, *, shape: tuple[int, ...], group: Group) -> Array:
     return bitcast(t.dtype, joined[: math.prod(shape)].reshape(shape))
 
 
-def _own_chunk(t: Array, *, chunk: int, group: Group) -> Array:
-    """The replica's chunk of its local value."""
-    return bitcast(t.dtype, group.chunk(as_bytes(t), chunk))
-
-
 def _gathered(t: Any, *, stride: int, group_size: int, shape: tuple[int, ...]) -> TensorSpec:
     there, wanted = group_size * math.prod(t.shape), math.prod(shape)
     if there < wanted:
@@ -171,10 +166,6 @@ def _own_gradient_chunk(g: Tensor, t_spec: TensorSpec, stride: int, group_size: 
     return own if own.shape == t_spec.shape else reshape(own, t_spec.shape)
 
 
-def _gather_gradient(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
-    return all_gather_kind(g, stride=stride, group_size=group_size, shape=tuple(t_spec.shape))
-
-
 all_gather_kind: OpKind = OpKind(
     "ReplicatedAllGather",
     _all_gather,
@@ -189,9 +180,13 @@ def _chunk(key: str, result: str, shape: Callable[..., TensorSpec]) -> OpKind:
     """Declare an op that keeps the replica's chunk of its local `t`."""
     return OpKind(
         "ReplicatedReduceScatter",
-        _own_chunk,
+        lambda t, *, chunk, group: bitcast(t.dtype, group.chunk(as_bytes(t), chunk)),
         shape=shape,
-        gradient={"t": _gather_gradient},
+        gradient={
+            "t": lambda g, t_spec, stride, group_size: all_gather_kind(
+                g, stride=stride, group_size=group_size, shape=tuple(t_spec.shape)
+            )
+        },
         result=result,
         traits=[BetweenReplicas("pieces")],
         key=key,

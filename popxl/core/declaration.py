@@ -207,6 +207,11 @@ class OpKind:
         settings = {"shape": like_first, "operands": self._renamed, "traits": traits} | changes
         return OpKind(name, self.lowering, result=result, **settings)
 
+    def as_view(self, name: str, update: Callable[..., tuple[Any, ...]]) -> OpKind:
+        """Declare the version whose result is a view of the operands; see `View` for `update`."""
+        traits = [View(update), *self.traits]
+        return OpKind(name, self.lowering, shape=self.shape, gradient=self.gradient, result=self.result, traits=traits)
+
     def on_arrays(self, names: tuple[str, ...] | None, attributes: Mapping[str, Any]) -> Callable[..., Any]:
         """The lowering as a pure function of arrays: of the named operands, or by default of the first ones.
 

@@ -20,6 +20,7 @@ from popxl.ops.families import REAL
 from popxl.ops.float8 import SCALE, as_factor, pow2
 from popxl.ops.kernels.convolutions import convolved, transposed, weights_gradient
 from popxl.ops.windows import PAD_TYPES, Windows, halves, windows_over
+from popxl.values.shapes import of_shape
 from popxl.values.spec import TensorSpec
 
 
@@ -151,7 +152,7 @@ def _weights_gradient(g: Any, t: Any, *, shape: tuple[int, ...], dtype: Any, gro
 _conv_data_grad = OpKind(
     "ConvDataGrad",
     _data_gradient,
-    shape=lambda g, weight, *, shape, **how: TensorSpec(shape, g.dtype),
+    shape=of_shape,
     traits=[_rule("no,oi->ni", "g", "weight")],
 )
 

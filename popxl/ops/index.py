@@ -20,7 +20,7 @@ from popxl.core.tensor import Tensor
 from popxl.core.traits import ShardingRule
 from popxl.errors import PopxlError
 from popxl.ops.precision import widen
-from popxl.values.shapes import flag, integer, one_axis, set_hints
+from popxl.values.shapes import flag, integer, of_shape, one_axis, set_hints
 from popxl.values.spec import TensorSpec
 
 
@@ -97,7 +97,7 @@ def _scatter_subscripts(shapes: Sequence[tuple[int, ...]], attributes: Mapping[s
 _gather_grad = OpKind(
     "GatherGrad",
     _scattered,
-    shape=lambda g, indices, *, shape, **where: TensorSpec(shape, g.dtype),
+    shape=of_shape,
     traits=[ShardingRule(_scatter_subscripts, ("g",))],
 )
 

@@ -17,7 +17,7 @@ from popxl.ops.elementwise import add
 from popxl.ops.families import REAL
 from popxl.ops.kernels.sums import summed
 from popxl.ops.precision import wide_dtype
-from popxl.values.shapes import integer, like_first, number
+from popxl.values.shapes import integer, like_first, number, of_shape
 from popxl.values.spec import TensorSpec
 
 # Of a batch ---------------------------------------------------------------------------------------------------------
@@ -188,9 +188,7 @@ def _by_sample(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any])
     return f"{t},_,_->{t},(ng),(ng)"
 
 
-_group_norm_mean_grad = OpKind(
-    "GroupNormalizationMeanGrad", _shared_out, shape=lambda g, *, shape: TensorSpec(shape, g.dtype)
-)
+_group_norm_mean_grad = OpKind("GroupNormalizationMeanGrad", _shared_out, shape=of_shape)
 _group_normalization = OpKind(
     "GroupNormalization",
     _group_norm,

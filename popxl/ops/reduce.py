@@ -28,6 +28,7 @@ from popxl.values.shapes import (
     integer_or_integers,
     like_first,
     number,
+    of_shape,
     one_axis,
     reduced_shape,
     reduction_axes,
@@ -235,9 +236,7 @@ def _median_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, T
     return {0: _median_grad(gs[0], forward.read(place), axis=forward.op.attributes["axis"], shape=t.shape)}
 
 
-_median_grad = OpKind(
-    "ReduceMedianGrad", _median_pullback, shape=lambda g, place, *, axis, shape: TensorSpec(shape, g.dtype)
-)
+_median_grad = OpKind("ReduceMedianGrad", _median_pullback, shape=of_shape)
 _median_kind = OpKind(
     "ReduceMedian",
     _median,

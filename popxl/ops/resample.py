@@ -17,7 +17,7 @@ from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL
 from popxl.ops.precision import wide_dtype, widen
-from popxl.values.shapes import integer, integers, is_known_word, number
+from popxl.values.shapes import integer, integers, is_known_word, number, of_shape
 from popxl.values.spec import TensorSpec
 
 InterpolateType = Literal["nearest", "linear", "cubic"]
@@ -168,9 +168,7 @@ _resize = OpKind(
     result="interpolate_out",
     gradient={"t": lambda g, t_spec, attributes: _resize_grad(g, shape=t_spec.shape, **attributes)},
 )
-_resize_grad: OpKind = OpKind(
-    "ResizeGrad", _interpolate_backward, shape=lambda g, *, shape, **how: TensorSpec(shape, g.dtype)
-)
+_resize_grad: OpKind = OpKind("ResizeGrad", _interpolate_backward, shape=of_shape)
 
 
 def interpolate(
@@ -345,9 +343,7 @@ _roi_align_kind = OpKind(
         )
     },
 )
-_roi_align_grad: OpKind = OpKind(
-    "RoiAlignGrad", _roi_align_backward, shape=lambda g, rois, batch_index, *, shape, **how: TensorSpec(shape, g.dtype)
-)
+_roi_align_grad: OpKind = OpKind("RoiAlignGrad", _roi_align_backward, shape=of_shape)
 
 
 def roi_align(

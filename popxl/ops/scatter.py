@@ -19,7 +19,7 @@ from popxl.errors import PopxlError
 from popxl.ops.host import init
 from popxl.ops.index import or_beyond
 from popxl.ops.precision import widen
-from popxl.values.shapes import integer, like_first, one_axis
+from popxl.values.shapes import integer, like_first, of_shape, one_axis
 from popxl.values.spec import TensorSpec
 
 # Targets of indices -------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ _scatter: OpKind = OpKind(
 _scatter_values_grad: OpKind = OpKind(
     "ScatterValuesGrad",
     lambda g, indices, *, axis, shape: padded(read_block(g, indices, indices.shape, axis % g.ndim), shape),
-    shape=lambda g, indices, *, axis, shape: TensorSpec(shape, g.dtype),
+    shape=of_shape,
 )
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from popxl.core.declaration import OpKind
 from popxl.core.recording import not_a_tensor
 from popxl.core.tensor import Tensor
-from popxl.core.traits import ShardingRule, View
+from popxl.core.traits import ShardingRule
 from popxl.errors import PopxlError
 from popxl.values.shapes import integer, integers, like_first
 from popxl.values.spec import TensorSpec
@@ -55,25 +55,19 @@ def _wanted(t: Tensor, shape: Iterable[int]) -> tuple[int, ...]:
     return sizes
 
 
-_RESHAPED = ShardingRule(
-    lambda shapes, attributes: reshape_subscripts(shapes[0], _inferred(shapes[0], attributes["shape"])), ("t",)
-)
 _reshape: OpKind = OpKind(
     "Reshape",
     lambda t, *, shape: t.reshape(shape),
     shape=_reshaped,
     result="{t}_reshaped",
     gradient={"t": lambda g, t_spec: _reshape(g, shape=t_spec.shape)},
-    traits=[_RESHAPED],
+    traits=[
+        ShardingRule(
+            lambda shapes, attributes: reshape_subscripts(shapes[0], _inferred(shapes[0], attributes["shape"])), ("t",)
+        )
+    ],
 )
-_reshape_ = OpKind(
-    "ReshapeInplace",
-    _reshape.lowering,
-    shape=_reshaped,
-    result="{t}_reshaped",
-    gradient=_reshape.gradient,
-    traits=[View(lambda t, view, *, shape: (view.reshape(t.shape),)), _RESHAPED],
-)
+_reshape_ = _reshape.as_view("ReshapeInplace", lambda t, view, *, shape: (view.reshape(t.shape),))
 
 
 def reshape(t: Tensor, shape: Iterable[int]) -> Tensor:
@@ -171,22 +165,16 @@ def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
 
 
-_TRANSPOSED = ShardingRule(lambda shapes, attributes: permutation_subscripts(attributes["permutation"]), ("t",))
 _transpose: OpKind = OpKind(
     "Transpose",
     lambda t, *, permutation: jnp.transpose(t, permutation),
     shape=_transposed,
     result="{t}_T",
     gradient={"t": lambda g, permutation: _transpose(g, permutation=_inverse(permutation))},
-    traits=[_TRANSPOSED],
+    traits=[ShardingRule(lambda shapes, attributes: permutation_subscripts(attributes["permutation"]), ("t",))],
 )
-_transpose_ = OpKind(
-    "TransposeInplace",
-    _transpose.lowering,
-    shape=_transposed,
-    result="{t}_T",
-    gradient=_transpose.gradient,
-    traits=[View(lambda t, view, *, permutation: (jnp.transpose(view, _inverse(permutation)),)), _TRANSPOSED],
+_transpose_ = _transpose.as_view(
+    "TransposeInplace", lambda t, view, *, permutation: (jnp.transpose(view, _inverse(permutation)),)
 )
 
 

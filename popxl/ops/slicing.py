@@ -12,11 +12,10 @@ from jax import lax
 
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.core.traits import View
 from popxl.errors import PopxlError
 from popxl.ops.kernels.elements import full_after
 from popxl.ops.shape import reshape
-from popxl.values.shapes import integer, integer_or_integers, one_axis
+from popxl.values.shapes import integer, integer_or_integers, of_shape, one_axis
 from popxl.values.spec import TensorSpec
 
 Bounds = int | Sequence[int | None] | None
@@ -48,14 +47,7 @@ _slice = OpKind(
     result="slice_out",
     gradient={"t": lambda g, t_spec, attributes: _slice_grad(g, shape=t_spec.shape, **attributes)},
 )
-_slice_ = OpKind(
-    "SliceInplace",
-    _slice.lowering,
-    shape=_sliced,
-    result="slice_out",
-    gradient=_slice.gradient,
-    traits=[View(lambda t, view, **where: (t.at[_slices(t.ndim, **where)].set(view),))],
-)
+_slice_ = _slice.as_view("SliceInplace", lambda t, view, **where: (t.at[_slices(t.ndim, **where)].set(view),))
 
 
 def _uncut(g: Any, *, shape: tuple[int, ...], **where: Any) -> Any:
@@ -70,7 +62,7 @@ def _uncut(g: Any, *, shape: tuple[int, ...], **where: Any) -> Any:
 _slice_grad: OpKind = OpKind(
     "SliceGrad",
     _uncut,
-    shape=lambda g, *, shape, **where: TensorSpec(shape, g.dtype),
+    shape=of_shape,
 )
 
 
@@ -152,7 +144,7 @@ _subsample_grad: OpKind = OpKind(
         .at[tuple(builtins.slice(None, None, stride) for stride in strides)]
         .set(g)
     ),
-    shape=lambda g, *, shape, strides: TensorSpec(shape, g.dtype),
+    shape=of_shape,
 )
 
 
@@ -211,14 +203,7 @@ _concat = OpKind(
     result="concat_out",
     gradient={"ts": _operand_gradient},
 )
-_concat_ = OpKind(
-    "ConcatInplace",
-    _concat.lowering,
-    shape=_concatenate,
-    result="concat_out",
-    gradient={"ts": _operand_gradient},
-    traits=[View(_update_operands)],
-)
+_concat_ = _concat.as_view("ConcatInplace", _update_operands)
 
 
 def concat(ts: Iterable[Tensor], axis: int = 0) -> Tensor:

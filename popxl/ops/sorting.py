@@ -20,7 +20,7 @@ from popxl.errors import PopxlError
 from popxl.ops.families import REAL, public
 from popxl.ops.kernels.elements import full_after
 from popxl.ops.precision import widen
-from popxl.values.shapes import flag, integer, one_axis, reduced_shape
+from popxl.values.shapes import flag, integer, of_shape, one_axis, reduced_shape
 from popxl.values.spec import TensorSpec
 
 # Positions of extreme elements --------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def _scatter_gradient(g: Any, places: Any, *, axis: int, shape: tuple[int, ...])
     return jnp.put_along_axis(full_after(shape, 0, g.dtype, after=g), places, g, axis, inplace=False)
 
 
-_topk_grad = OpKind("TopKGrad", _scatter_gradient, shape=lambda g, places, *, axis, shape: TensorSpec(shape, g.dtype))
+_topk_grad = OpKind("TopKGrad", _scatter_gradient, shape=of_shape)
 
 
 def _topk_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:

@@ -83,6 +83,11 @@ def like_first(first: Any, *others: Any, **attributes: Any) -> TensorSpec:
     return TensorSpec(first.shape, first.dtype, first.meta_shape)
 
 
+def of_shape(first: Any, *others: Any, shape: tuple[int, ...], **attributes: Any) -> TensorSpec:
+    """The shape that an attribute states, and the dtype of the first operand."""
+    return TensorSpec(shape, first.dtype)
+
+
 def same_dtype(first: Any, *others: Any) -> None:
     """Check equal operand dtypes; arithmetic has no implicit promotion."""
     for other in others:

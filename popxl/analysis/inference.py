@@ -43,6 +43,7 @@ from popxl.analysis.type_changes import (
     held_type,
     join_of_others,
     kept_layout,
+    masked_types,
     presumed_layout,
     repeated_axes,
     stacked_type,
@@ -96,7 +97,11 @@ class TypeInference:
         self.stores = 0  # those that have changed the type of a buffer, so that graphs make other types
         held = [v.on_replica for v in variables]
         changed = {op.inputs[i].origin for op in main.ops for i in op.modified}
-        first = tuple(variable_types(mesh, variables, changed))
+        stored = {
+            op.attributes[op.kind.exchange] for op in report.index.exchanges if not op.outputs and not op.modified
+        }
+        remote = {v for v in variables if v.location_info.buffer in stored}
+        first = tuple(variable_types(mesh, variables, changed | remote if remote else changed))
         for v, was in zip(variables, first, strict=True):
             if (buffer := v.location_info.buffer) is not None:
                 self.buffers[buffer] = join(self.buffers.get(buffer, was), was)
@@ -225,6 +230,8 @@ class _GraphInference:
         types = tuple(map(self.type_of, op.inputs))
         if kind.overwrites is not None:
             types = presumed_layout(types, op.modified)
+        elif kind.drops is not None and op.attributes[kind.drops.ratio]:
+            types = masked_types(types, op.operand_names().index(kind.drops.seed))
         if not kind.is_carried_out_by_others:
             if kind.overwrites is None and not kind.asserts and (plain := _plain_result(types)) is not None:
                 for t in op.outputs:  # as most ops

@@ -161,7 +161,7 @@ def _is_gradient(t: Tensor) -> bool:
 def _mixed_gradients(mesh: Mesh, some: Sequence[Update]) -> Iterator[Finding]:
     """Gradients that are sums over replicas where more are means, or the reverse; and one of each, if as many are."""
     by_scale = _by_scale(some)
-    most = max(by_scale.values(), key=len)
+    most = max(by_scale.values(), key=lambda those: (len(those), those[0].how.factor == 1))
     for those in by_scale.values():
         each, usual = those[0], most[0]
         if those is most or each.how.by[-1].attributes["op"] == usual.how.by[-1].attributes["op"]:

@@ -62,8 +62,19 @@ def join_of_others(types: tuple[ReplicaType, ...], modified: frozenset[int]) -> 
 def kept_layout(was: ReplicaType, now: ReplicaType) -> ReplicaType:
     """Type of a changed operand, which stays divided along its dimension if the change's is not known."""
     return tuple(
-        before if before[0] is SHARDED and after == SHARDS else after for before, after in zip(was, now, strict=True)
+        before if before[0] is SHARDED and (after == SHARDS or differs_by_own_variables(after, OWN)) else after
+        for before, after in zip(was, now, strict=True)
     )
+
+
+@lru_cache(256)
+def masked_types(types: tuple[ReplicaType, ...], seed: int) -> tuple[ReplicaType, ...]:
+    """Types of the operands of a dropout: for a shard, a seed of each replica's own is as good as one for all."""
+
+    def along(own: AxisType, value: AxisType) -> AxisType:
+        return SAME if own[0] is VARYING and value[0] is SHARDED else own
+
+    return (*types[:seed], tuple(map(along, types[seed], types[0])), *types[seed + 1 :])
 
 
 @lru_cache(256)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from popxl.analysis.mesh import Mesh
 from popxl.analysis.replication import (
+    PARTIAL,
     REPLICATED,
     VARYING,
     AxisType,
@@ -249,17 +250,20 @@ def _is_change(t: Tensor) -> bool:
 
 
 def shards_of_own_values(mesh: Mesh, report: Report) -> Iterator[Finding]:
-    """Shards that each replica takes of a different value, such as an unreduced gradient."""
+    """Shards that each replica takes of a different value, such as an unreduced gradient, or of a term of a sum."""
     for op in report.index.moves:
-        if op.kind.exchanged(op.attributes) != "pieces" or not op.outputs[0].meta_shape:
+        if op.kind.exchanged(op.attributes) != "pieces":
             continue
         (t, *_), load = op.inputs, _source_tensor(op.inputs[0]).producer
-        own = [i for i in mesh.axes_of(op) if _is_own_data(report.types[t][i])]
-        if own and load is not None and not load.kind.exchange:
+        held = report.types[t]
+        own = [i for i in mesh.axes_of(op) if op.outputs[0].meta_shape and _is_own_data(held[i])]
+        terms = [i for i in mesh.axes_of(op) if held[i][0] is PARTIAL]
+        if (own or terms) and load is not None and not load.kind.exchange:
+            what = "a term of a sum," if terms else "its own"
             yield finding(
-                mesh, "shards of different values", op, t, own,
-                f"each replica along {mesh.text(own)} has its own `{t.path}`, and takes its shard of that. Reduce the "
-                "value first; `ops.collectives.replicated_reduce_scatter` does both.",
+                mesh, "shards of different values", op, t, own or terms,
+                f"each replica along {mesh.text(own or terms)} has {what} `{t.path}`, and takes its shard of that. "
+                "Reduce the value first; `ops.collectives.replicated_reduce_scatter` does both.",
             )  # fmt: skip
 
 

@@ -169,6 +169,23 @@ def of_reshaped_shards(is_right: bool) -> None:
     ops.scaled_add_(v, v * square, b=-0.1)
 
 
+def of_slices_of_terms(is_right: bool) -> None:
+    """Slices of what goes back through a divided layer, of its sum, or of each replica's term."""
+    x, w = c.assert_replicated(fed(5, 8), "tensor"), divided(1, 8, 4)
+    terms = (x @ w) @ w.T
+    dx = c.replicated_all_reduce(terms, group="tensor") if is_right else terms
+    c.replicated_slice(dx, 1, "tensor")
+
+
+def masked_by_own_seeds(is_right: bool) -> None:
+    """Dropout within a divided layer, by a seed of each replica's own, before a sum or a mean of terms."""
+    x, a, b = c.assert_replicated(fed(5, 8), "tensor"), divided(1, 8, 6, name="a"), divided(0, 6, 8, name="b")
+    seeds = popxl.create_seeds(3, replicas=8)
+    seed = popxl.variable(seeds, popxl.uint32, "seed", replica_grouping=popxl.gir().replica_grouping(group_size=1))
+    y = ops.dropout(x @ a, seed, 0.5) @ b
+    c.replicated_all_reduce(y, "add" if is_right else "mean", "tensor")
+
+
 def of_divided_pieces(is_right: bool) -> None:
     """Pieces along `data` of a weight that is divided along `tensor`."""
     v, piece = popxl.replica_sharded_variable(np.ones((2, 8, 3), np.float32), F32, "w", replica_grouping="data")
@@ -201,6 +218,8 @@ PROGRAMS: list[tuple[Callable[[bool], None], str]] = [
     (of_summed_shards, "nonlinear function of partial"),
     (of_columns, "mean of a sum"),
     (of_reshaped_shards, "mean of a sum"),
+    (of_slices_of_terms, "shards of different values"),
+    (masked_by_own_seeds, "mean of a sum"),
     (of_divided_pieces, "shards of another layout"),
     (of_changed_pieces, "shards of different values"),
 ]

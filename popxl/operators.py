@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,6 +28,18 @@ def _applied(t: Tensor, op: Callable[..., Tensor], other: Any, reflected: bool =
     operand = operand_beside(t, other)
     with taken_back_on_failure(operand):
         return op(operand, t) if reflected else op(t, operand)
+
+
+_Operator = Callable[[Any, TensorLike], Tensor]
+
+
+def _operator(op: Callable[..., Tensor], reflected: bool = False) -> _Operator:
+    """Declare an operator of a tensor; a reflected one is that of its right operand."""
+
+    def operator(self: Any, other: TensorLike) -> Tensor:
+        return _applied(self, op, other, reflected)
+
+    return operator
 
 
 # NumPy's operators, called with an array or a NumPy scalar on the left of a tensor.
@@ -87,57 +99,30 @@ class Operators:
 
     # Operators ------------------------------------------------------------------------------------------------------
 
-    def __add__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.add, other)
-
-    def __radd__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.add, other, reflected=True)
+    __add__: ClassVar[_Operator] = _operator(ops.add)
+    __radd__: ClassVar[_Operator] = _operator(ops.add, reflected=True)
+    __sub__: ClassVar[_Operator] = _operator(ops.sub)
+    __rsub__: ClassVar[_Operator] = _operator(ops.sub, reflected=True)
+    __mul__: ClassVar[_Operator] = _operator(ops.mul)
+    __rmul__: ClassVar[_Operator] = _operator(ops.mul, reflected=True)
+    __truediv__: ClassVar[_Operator] = _operator(ops.div)
+    __rtruediv__: ClassVar[_Operator] = _operator(ops.div, reflected=True)
+    __mod__: ClassVar[_Operator] = _operator(ops.fmod)
+    __rmod__: ClassVar[_Operator] = _operator(ops.fmod, reflected=True)
+    __matmul__: ClassVar[_Operator] = _operator(ops.matmul)
+    __rmatmul__: ClassVar[_Operator] = _operator(ops.matmul, reflected=True)
+    __and__: ClassVar[_Operator] = _operator(ops.logical_and)
+    __rand__: ClassVar[_Operator] = _operator(ops.logical_and, reflected=True)
+    __or__: ClassVar[_Operator] = _operator(ops.logical_or)
+    __ror__: ClassVar[_Operator] = _operator(ops.logical_or, reflected=True)
+    __gt__: ClassVar[_Operator] = _operator(ops.greater)
+    __ge__: ClassVar[_Operator] = _operator(ops.greater_equal)
+    __lt__: ClassVar[_Operator] = _operator(ops.less)
+    __le__: ClassVar[_Operator] = _operator(ops.less_equal)
 
     def __iadd__(self: Any, other: TensorLike) -> Tensor:
         _applied(self, ops.add_, other)
         return self
-
-    def __sub__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.sub, other)
-
-    def __rsub__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.sub, other, reflected=True)
-
-    def __mul__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.mul, other)
-
-    def __rmul__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.mul, other, reflected=True)
-
-    def __truediv__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.div, other)
-
-    def __rtruediv__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.div, other, reflected=True)
-
-    def __mod__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.fmod, other)
-
-    def __rmod__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.fmod, other, reflected=True)
-
-    def __matmul__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.matmul, other)
-
-    def __rmatmul__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.matmul, other, reflected=True)
-
-    def __and__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.logical_and, other)
-
-    def __rand__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.logical_and, other, reflected=True)
-
-    def __or__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.logical_or, other)
-
-    def __ror__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.logical_or, other, reflected=True)
 
     def __pow__(self: Any, other: TensorLike) -> Tensor:
         return ops.pow(self, other)
@@ -152,18 +137,6 @@ class Operators:
 
     def __invert__(self: Any) -> Tensor:
         return ops.logical_not(self)
-
-    def __gt__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.greater, other)
-
-    def __ge__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.greater_equal, other)
-
-    def __lt__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.less, other)
-
-    def __le__(self: Any, other: TensorLike) -> Tensor:
-        return _applied(self, ops.less_equal, other)
 
     def __getitem__(self: Any, key: Any) -> Tensor:
         """Slices and integers, an integer tensor (a gather on axis 0), or a bool mask (other elements become 0)."""

@@ -71,12 +71,6 @@ class Graph(NotCopyable):
         graph.ref = weakref.ref(graph)
         graph.ops = []
         graph.call_sites = []
-        graph.differentiable = True
-        graph.derivative = None
-        graph.keeps = None
-        graph.offloads = frozenset()
-        graph.gradient_of = None
-        graph.gradient_given_at = None
         graph._inputs = []
         graph._outputs = []
         graph._tensors = {}
@@ -89,12 +83,12 @@ class Graph(NotCopyable):
     ref: weakref.ref[Graph]
     ops: list[Op]
     call_sites: list[Op]
-    differentiable: bool
-    derivative: Derivative | None
-    keeps: frozenset[Tensor] | None
-    offloads: frozenset[Tensor]
-    gradient_of: Graph | None
-    gradient_given_at: SourceLocation | None
+    differentiable: bool = True
+    derivative: Derivative | None = None
+    keeps: frozenset[Tensor] | None = None
+    offloads: frozenset[Tensor] = frozenset()
+    gradient_of: Graph | None = None
+    gradient_given_at: SourceLocation | None = None
     _inputs: list[Tensor]
     _outputs: list[Tensor]
     _tensors: dict[str, Tensor]

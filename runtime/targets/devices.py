@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import jax
 
+from popxl.base.arguments import check_type
 from popxl.base.distributed import launched
 from popxl.core.aliasing import reachable
 from popxl.errors import PopxlError
@@ -278,11 +279,8 @@ def find_device(description: str | Device | Target, ir: Ir) -> Device:
         PopxlError: if other processes run some of the replicas, and a device object is given, or there are too few
             devices here; if the compiler of a target is not installed.
     """
-    if not isinstance(description, str | Device | Target):
-        raise TypeError(
-            f"Session: the device must be text such as 'ipu_hw', a target or a device; got {description!r} "
-            f"({type(description).__name__})."
-        )
+    kinds = str | Device | Target
+    check_type(description, kinds, "Session: the device", "text such as 'ipu_hw', a target or a device")
     warn_if_untested()
     ipus = devices_needed(ir)
     count = ir.instance_replication_factor

@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
+from popxl.base.arguments import check_type
 from runtime.targets import chip, compilers
 from runtime.targets.chip import Chip, Gpu, Tpu
 
@@ -59,11 +60,7 @@ class Target:
     figures: Gpu | str | os.PathLike[str] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.description, str):
-            raise TypeError(
-                f"Target: `description` must be a string such as {FORMS}; got {self.description!r} "
-                f"({type(self.description).__name__})."
-            )
+        check_type(self.description, str, "Target: `description`", f"a string such as {FORMS}")
         found = _DESCRIPTION.fullmatch(self.description.strip())
         if found is None:
             raise ValueError(

@@ -230,16 +230,19 @@ def _losses(mesh: Mesh, report: Report, updates: Sequence[Update], stored: Store
     for axes, by in {(each.axes, report.reductions[op]) for each in updates for op in each.how.by}:
         for i in {*axes}.intersection(by.axes):
             by_axis[i].add(by.name)
+    reduced = {*by_axis}
     for t, how in stored:
         op = how.by[-1]
-        if missing := [i for i, (kind, _) in enumerate(report.types[t]) if kind is VARYING and i in by_axis]:
+        along, scale = how.completed(report)
+        missing = [i for i, (kind, _) in enumerate(report.types[t]) if kind is VARYING and i in reduced]
+        if missing and (not along or not reduced.isdisjoint(along)):  # not the mean of an ensemble, for each part
             yield finding(
                 mesh, "partly reduced number", op, t, missing,
                 f"`{t.path}` is stored. It has been reduced, but not over {mesh.text(missing)}, as the gradients are: "
                 f"each replica stores another number. Reduce it over {mesh.text(missing)}, too.",
             )  # fmt: skip
         before = how.by[0].inputs[0]
-        (along, scale), share = how.completed(report), share_of_mean(before)
+        share = share_of_mean(before)
         if share is None or how.scalars or not along or any(by_axis[i] != {"mean"} for i in along):
             continue
         count = mesh.count(along)

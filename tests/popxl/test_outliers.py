@@ -169,6 +169,15 @@ def statistics() -> None:
     update(weight(8, name="mean"), c.replicated_all_reduce(ops.mean(x, 0), "mean"))
 
 
+def an_ensemble() -> None:
+    """Models along an axis; for each part of the data, the mean of all is stored."""
+    x = c.assert_replicated(fed(5, 8), "tensor")
+    w = popxl.variable(np.ones((4, 8, 3)), F32, "w", replica_grouping="data")
+    y = x @ w
+    update(w, c.replicated_all_reduce(x.T @ y, "mean", "data"))
+    ops.host_store(popxl.d2h_stream((), F32, "loss"), c.replicated_all_reduce(ops.mean(y), "mean", "tensor"))
+
+
 @pytest.mark.parametrize(
     ("program", "category", "tensor", "axes", "mark"),
     [
@@ -207,6 +216,7 @@ def test_outliers(
 @pytest.mark.parametrize(
     "program",
     [
+        an_ensemble,
         three_layers,
         partial(three_layers, "add", divisor=8),
         partial(three_layers, factor=0.5),

@@ -21,6 +21,9 @@ from runtime.memory_search import PlanSearch
 _AIM = 0.9
 """Share of the budget that a division of the step may need by estimate."""
 
+_NEARLY = 1.3
+"""Share of the budget that the step in one piece may need by estimate, to be tried first if no estimate is within."""
+
 _DIVISIONS = 2
 """Number of divisions that are tried by estimate."""
 
@@ -135,12 +138,16 @@ def plan_within(
 
 
 def _order(first: Compiled, budget: int) -> Iterator[Division]:
-    """Divisions to try: the best by estimate, and last the program in one piece, as estimates may be wrong."""
+    """Divisions to try, by estimate: the cheapest within the budget; if there is none, the step in one piece if it is
+    nearly within it, and the smallest. As estimates may be wrong, the step in one piece is also the last."""
     untried = [*first.divisions]
     if len(untried) > 1:
         estimate = DivisionEstimate(first, _AIM * budget)
-        for _ in range(_DIVISIONS):
-            division = estimate.best(untried)
+        if estimate.cheapest(untried) is None and estimate.least(Division()) <= _NEARLY * budget:
+            yield Division()
+            untried.remove(Division())
+        for _ in range(min(_DIVISIONS, len(untried))):
+            division = estimate.cheapest(untried) or min(untried, key=estimate.least)
             untried.remove(division)
             yield division
     if Division() in untried:

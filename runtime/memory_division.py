@@ -82,16 +82,15 @@ class DivisionEstimate:
         self._weight = compiled.weight(self._planned)
         self._step = StepMemory(compiled.ir, compiled.memory, compiled.applied.model, self._graphs)
 
-    def best(self, candidates: Sequence[Division]) -> Division:
-        """The division within the budget that takes least time, with its state on the device if possible; the one that
-        needs least memory, if none is within the budget."""
+    def cheapest(self, candidates: Iterable[Division]) -> Division | None:
+        """The division within the budget that takes least time, with its state on the device if possible."""
         best, least = None, float("inf")
         for each in candidates:
             if best is not None and (each.state != best.state or self._overhead(each) >= least):
                 break  # more micro-batches cost more
             if (seconds := self._seconds(each)) < least:
                 best, least = each, seconds
-        return min(candidates, key=self._least) if best is None else best
+        return best
 
     @cached_property
     def _bandwidth(self) -> float:
@@ -114,7 +113,7 @@ class DivisionEstimate:
         plan = self._solved(division, limit)
         return float("inf") if plan is None else self._overhead(division) + division.micro_batches * plan.seconds
 
-    def _least(self, division: Division) -> float:
+    def least(self, division: Division) -> float:
         """Bytes that a division needs with its smallest plan."""
         plan = self._solved(division, None)
         planned = 0 if plan is None else plan.bytes

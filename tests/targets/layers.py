@@ -49,15 +49,15 @@ HEAD = f"""\
 ## Many layers
 
 Written by `python -m tests.targets.layers`, with popxl {VERSION} and jax {jax.__version__}, likewise. Sizes are bytes.
-*Kept* is what the program keeps of all layers for the gradients. *Kernels compiled* are in the program, once each; *of
-a turn* are those that one turn of each loop runs. Seconds are those of the CPU, of tracing, planning, lowering and
-compiling; each program was compiled in a process of its own.
+*Kept* is the memory of all layers that the program keeps for the gradients. *Kernels compiled* are in the program, once
+each; *of a turn* are those that one iteration of each loop runs. Seconds are CPU seconds of tracing, planning, lowering
+and compiling; each program was compiled in a separate process.
 
 *Blocks* have 128 rows of width 256 and four heads, *wide* ones 512 rows of width 1024 and eight heads: forward,
 backward and update. *Layers* are the feed-forward part of wide blocks, without norms. The *GPT* has width 256 and 4
-texts of 64 tokens; it is a training step with AdamW. *Rolled* computes again what its gradients need, but for the
-projections of attention, in the blocks; *stored* keeps what they need. Products are computed at precision "highest",
-and *rounded* at "default", for which a TPU rounds what it multiplies to bfloat16.
+texts of 64 tokens; it is a training step with AdamW. *Rolled* recomputes the activations for its gradients, except for
+the projections of attention, in the blocks; *stored* keeps them. Products are computed at precision "highest", and
+*rounded* at "default", for which a TPU rounds factors to bfloat16.
 """
 
 Found = dict[str, Any]

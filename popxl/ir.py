@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from popxl.analysis.communication import Communication, communication_of
 from popxl.analysis.dot import write_checkpoint
@@ -22,10 +22,13 @@ from popxl.base.pages import Picture
 from popxl.core.binding import build_graph, graph_name
 from popxl.core.printing import definition
 from popxl.core.rounding import RoundingKey, seed_of
+from popxl.core.tensor import Variable
 from popxl.graph import Graph
+from popxl.module import Module
 from popxl.options import MOST_REPLICAS, SessionOptions
 from popxl.program import debug_info, reading, writing
 from popxl.program.launch import share_replicas
+from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import (
     ReplicaGrouping,
     constant_grouping,
@@ -35,11 +38,6 @@ from popxl.replica_grouping import (
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from popxl.values.axes import Axes
 from popxl.values.shapes import integer
-
-if TYPE_CHECKING:
-    from popxl.core.tensor import Variable
-    from popxl.module import Module
-    from popxl.remote_buffer import RemoteBuffer
 
 __all__ = ["Ir"]
 

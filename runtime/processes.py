@@ -22,18 +22,16 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import jax
 
 from popxl.base.distributed import LOOPBACK, Instance, launched
 from popxl.base.log import Logger
 from popxl.errors import PopxlError, PopxlRuntimeError
+from popxl.ir import Ir
 from runtime.jax_private import HAS_TPUS, exchange_on, service
 from runtime.schedulers import Service
-
-if TYPE_CHECKING:
-    from popxl.ir import Ir
 
 _log = Logger("session")
 

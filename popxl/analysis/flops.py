@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from popxl.core.recording import Op
 from popxl.core.tracing import traces_in
-
-if TYPE_CHECKING:
-    from popxl.core.recording import Op
 
 
 class Flops(NamedTuple):

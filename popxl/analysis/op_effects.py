@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from popxl.analysis.propagation import propagate
@@ -29,11 +29,9 @@ from popxl.analysis.replication import (
 )
 from popxl.analysis.sharding_rules import ZERO, Flaws, Propagated, Rule, covers, types_by_rule
 from popxl.core.declaration import OpKind, holds_graph
+from popxl.core.recording import Op
 from popxl.core.tracing import needed
 from popxl.values.subscripts import parse
-
-if TYPE_CHECKING:
-    from popxl.core.recording import Op
 
 T = TypeVar("T")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING
 
 from popxl.analysis.means import constant_number, share_of_mean
 from popxl.analysis.mesh import Mesh
@@ -42,12 +41,10 @@ from popxl.analysis.value_lints import (
     transposed_weights,
     unread_batches,
 )
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.core.traits import is_call
-
-if TYPE_CHECKING:
-    from popxl.core.recording import Op
-    from popxl.graph import Graph
+from popxl.graph import Graph
 
 
 def outliers(report: Report) -> Iterator[Finding]:

@@ -9,15 +9,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from popxl.analysis.means import constant_number
+from popxl.analysis.replication import Report
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from popxl.analysis.replication import Report
-    from popxl.core.recording import Op
-    from popxl.graph import Graph
+from popxl.graph import Graph
 
 LINEAR = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Neg", "Sub"})
 """Ops through which a gradient is followed from its reduction to the update."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from popxl.analysis.means import share_of_mean
 from popxl.analysis.mesh import Mesh
@@ -30,10 +29,8 @@ from popxl.analysis.replication import (
     is_term,
     unreduced_slot,
 )
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, Variable
-
-if TYPE_CHECKING:
-    from popxl.core.recording import Op
 
 
 class TypeFindings:

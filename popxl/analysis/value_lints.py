@@ -4,7 +4,6 @@ weights."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import TYPE_CHECKING
 
 from popxl.analysis.mesh import Mesh
 from popxl.analysis.replication import (
@@ -18,12 +17,10 @@ from popxl.analysis.replication import (
     differs_by_own_variables,
     finding,
 )
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import is_call
-
-if TYPE_CHECKING:
-    from popxl.core.recording import Op
-    from popxl.graph import Graph
+from popxl.graph import Graph
 
 
 def seed_lints(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int]) -> Iterator[Finding]:

@@ -6,15 +6,13 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from popxl.base.log import Logger
 from popxl.core.tensor import Tensor
+from popxl.graph import Graph
 from popxl.module import Module
 from popxl.values.spec import TensorByRef, TensorSpec
-
-if TYPE_CHECKING:
-    from popxl.graph import Graph
 
 _log = Logger("ir")
 

@@ -5,29 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from numbers import Complex
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
 from popxl.base.log import Logger
 from popxl.base.source import SourceLocation, warn_at
 from popxl.context import get_current_context, user_frame
-from popxl.core.tensor import Constant, Tensor, Variable, taken_back_on_failure
+from popxl.core.tensor import Constant, HostScalarTensor, Tensor, Variable, taken_back_on_failure
 from popxl.dtypes import check_dtype, kind_of
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import NarrowedNumberWarning, PopxlError
 from popxl.fp8_utils import as_array
+from popxl.graph import Graph
 from popxl.initial import Initial
-from popxl.replica_grouping import sharing_of
+from popxl.replica_grouping import Groups, ReplicaGrouping, sharing_of
 from popxl.tensorlocation import ON_DEVICE
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
 from popxl.values.shapes import integers, is_known_word, sizes
 from popxl.values.spec import TensorSpec
-
-if TYPE_CHECKING:
-    from popxl.core.tensor import HostScalarTensor
-    from popxl.graph import Graph
-    from popxl.replica_grouping import Groups, ReplicaGrouping
 
 _log = Logger("ir")
 T = TypeVar("T")

@@ -10,13 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import TYPE_CHECKING
 
 from popxl.core.aliasing import callees_first
-
-if TYPE_CHECKING:
-    from popxl.core.recording import Op
-    from popxl.graph import Graph
+from popxl.core.recording import Op
+from popxl.graph import Graph
 
 FRAMES = 8
 """Python frames of a function that recurses into a called graph, at most."""

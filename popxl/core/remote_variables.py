@@ -8,23 +8,19 @@ itself: it loads from the slot and stores to it, or works with the shard. Divisi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from popxl.base.arguments import check_type
 from popxl.context import get_current_context
 from popxl.core.create import variable
-from popxl.core.tensor import Tensor, Variable
+from popxl.core.tensor import HostScalarTensor, Tensor, Variable
 from popxl.dtypes import dtype as dtype_
+from popxl.initial import Initial
 from popxl.remote_buffer import RemoteBuffer
-from popxl.replica_grouping import sharing_of
+from popxl.replica_grouping import Groups, sharing_of
 from popxl.tensorlocation import LocationInfo
 from popxl.values.shapes import integer, integers
 from popxl.values.sharding import shard_length
-
-if TYPE_CHECKING:
-    from popxl.core.tensor import HostScalarTensor
-    from popxl.initial import Initial
-    from popxl.replica_grouping import Groups
 
 RetrievalMode = Literal["one_per_group", "all_replicas"]
 

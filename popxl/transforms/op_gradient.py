@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,8 @@ from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.ops.complex import conjugate
 from popxl.ops.host import init
+from popxl.transforms.grad_graph_info import GradGraphInfo
 from popxl.values.spec import TensorSpec
-
-if TYPE_CHECKING:
-    from popxl.transforms.grad_graph_info import GradGraphInfo
 
 Gradients = dict[int, Tensor]
 """Gradients of the inputs of an op, by position."""

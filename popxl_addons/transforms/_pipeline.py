@@ -17,20 +17,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import popxl
 from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.graphs import reachable, storages, written_inputs
+from popxl.op import Op
 from popxl.tensor import Constant
 from popxl_addons.graph import BoundGraph
 from popxl_addons.named_tensors import TensorMap
 from popxl_addons.transforms._stand_in import stand_in
 from popxl_addons.transforms.schedule import PipelineSchedule, PipelineValue, Search, scheduled
-
-if TYPE_CHECKING:
-    from popxl.op import Op
 
 OpId = int
 

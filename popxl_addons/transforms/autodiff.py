@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import popxl
 from popxl import initial, ops
@@ -17,14 +16,12 @@ from popxl.transforms.autodiff import make_grad_graph_info
 from popxl_addons.dot_tree import sanitise
 from popxl_addons.grad_info import as_graph, merge_called_graphs, remap_grad_info
 from popxl_addons.graph import GraphWithNamedArgs
+from popxl_addons.graph_common import CalledGraphsGradInfoLike, GraphLike
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.transforms.planned_gradients import Memory, PlannedGradients
 from popxl_addons.utils import duplicate_items
 from popxl_addons.variable_factory import NamedVariableFactories, add_variable_input
-
-if TYPE_CHECKING:
-    from popxl_addons.graph_common import CalledGraphsGradInfoLike, GraphLike
 
 __all__ = ["autodiff", "autodiff_with_accumulation", "remap_grad_info"]
 

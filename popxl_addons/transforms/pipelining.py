@@ -11,24 +11,22 @@ import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import SupportsIndex
 
 import popxl
 from popxl import initial, ops
 from popxl.context import get_current_context
 from popxl.extend.memory import asked_memory
+from popxl.op import Op
 from popxl.ops import CallSiteInfo
 from popxl_addons.grad_info import as_grad_graph_info
+from popxl_addons.graph_common import GradGraphInfoLike
 from popxl_addons.module import Module
+from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.transforms._pipeline import BEFORE, OpId, PipelineBoundGraph, Pipelining, get_op_pipeline_stage
 from popxl_addons.transforms.list_scheduling import Task
 from popxl_addons.transforms.schedule import PipelineSchedule, PipelineTimeline, PipelineValue, Search
-
-if TYPE_CHECKING:
-    from popxl.op import Op
-    from popxl_addons.graph_common import GradGraphInfoLike
-    from popxl_addons.named_tensors import NamedTensors
-    from popxl_addons.variable_factory import NamedVariableFactories
+from popxl_addons.variable_factory import NamedVariableFactories
 
 __all__ = [
     "PipelineBoundGraph",

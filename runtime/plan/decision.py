@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.options import SessionOptions
 from runtime.plan.choice import REPEATED, SMALLEST, SegmentationPolicy
+from runtime.plan.loop_rerolling.rerolling import Rerolling
 from runtime.plan.placement import IpuPlacement
 from runtime.plan.planning import plan_of
 from runtime.targets.compile_target import CompileTarget
-
-if TYPE_CHECKING:
-    from runtime.plan.loop_rerolling.rerolling import Rerolling
 
 ROLLED = 500
 """Loops are thought of where calls are not kept if XLA would otherwise compile this many ops again: what is less it

@@ -22,10 +22,7 @@ _AIM = 0.9
 """Share of the budget that a division of the step may need by estimate."""
 
 _NEARLY = 1.3
-"""Share of the budget that the step in one piece may need by estimate, to be tried first if no estimate is within."""
-
-_DIVISIONS = 2
-"""Number of divisions that are tried by estimate."""
+"""Share of the budget that the step in one piece may need by estimate, to be tried before a second division."""
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _TEXT = re.compile(r"\s*([+-]?[0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*")
@@ -138,15 +135,19 @@ def plan_within(
 
 
 def _order(first: Compiled, budget: int) -> Iterator[Division]:
-    """Divisions to try, by estimate: the cheapest within the budget; if there is none, the step in one piece if it is
-    nearly within it, and the smallest. As estimates may be wrong, the step in one piece is also the last."""
+    """Divisions to try: the cheapest within the budget by estimate; the step in one piece, if it is nearly within it;
+    and another by estimate, which is the smallest if none is within the budget. As estimates may be wrong, the step in
+    one piece is the last if it was not tried."""
     untried = [*first.divisions]
     if len(untried) > 1:
         estimate = DivisionEstimate(first, _AIM * budget)
-        if estimate.cheapest(untried) is None and estimate.least(Division()) <= _NEARLY * budget:
-            yield Division()
+        if (cheapest := estimate.cheapest(untried)) is not None:
+            untried.remove(cheapest)
+            yield cheapest
+        if Division() in untried and estimate.least(Division()) <= _NEARLY * budget:
             untried.remove(Division())
-        for _ in range(min(_DIVISIONS, len(untried))):
+            yield Division()
+        if untried:
             division = estimate.cheapest(untried) or min(untried, key=estimate.least)
             untried.remove(division)
             yield division

@@ -24,7 +24,6 @@ class DroppingStep(Step):
     """A step of training with dropout behind some layers, and within divided ones."""
 
     def _build(self) -> None:
-        self.masks: Any = None
         self.seeds: list[popxl.Tensor] = []
         super()._build()
         for seed in self.seeds:
@@ -79,9 +78,7 @@ class DroppingStep(Step):
 
     def fed_mask(self) -> popxl.Tensor:
         _, part = self.rows()
-        if self.masks is None:
-            self.masks = popxl.h2d_stream((part, 4, WIDTH), F32, "mask")
-        fed = ops.host_load(self.masks)
+        fed = ops.host_load(popxl.h2d_stream((part, 4, WIDTH), F32, self.name("mask"), num_host_transfers=1))
         if "tensor" in self.axes:
             fed = C.assert_replicated(fed, "tensor")
         return ops.cast(fed > popxl.constant(-0.3), F32)

@@ -12,7 +12,7 @@ from typing import Any
 
 from popxl.errors import PopxlError
 from runtime.calibration import calibrate
-from runtime.memory_budget import bytes_of
+from runtime.memory_plans.budget import bytes_of
 from runtime.pipes import exit_on_broken_pipe
 from runtime.subcommands import CommandArgs, check_program, diff, fail, function_of, plan, report, show, tune
 from runtime.targets.devices import ask_for_cpu_devices

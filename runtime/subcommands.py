@@ -28,8 +28,8 @@ from runtime.costs.program_cost import cost_of
 from runtime.fitting import CompiledTrial, fit
 from runtime.inspection import report_of
 from runtime.machine import IdleMachine, Machine, PlanningMachine, TargetMachine
-from runtime.memory_budget import plan_within
-from runtime.memory_compiled import Compiled, planned_program
+from runtime.memory_plans.budget import plan_within
+from runtime.memory_plans.compiled import Compiled, planned_program
 from runtime.session import Session
 from runtime.targets.devices import ask_for_cpu_devices
 from runtime.targets.offline import Target

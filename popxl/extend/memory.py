@@ -8,10 +8,10 @@ Example:
 
 from popxl.base.asked_memory import AskedMemory, MemoryRequest, StateLocation, asked_memory, asking
 from popxl.core.remote_variables import is_on_host
-from runtime.memory_budget import BudgetedPlan, bytes_of, plan_within
-from runtime.memory_compiled import Compiled, Division, compiled_program
-from runtime.memory_needs import GraphNeeds, OpNeeds, ReplicaExchange
-from runtime.memory_solver import Group, Treatments
+from runtime.memory_plans.budget import BudgetedPlan, bytes_of, plan_within
+from runtime.memory_plans.compiled import Compiled, Division, compiled_program
+from runtime.memory_plans.needs import GraphNeeds, OpNeeds, ReplicaExchange
+from runtime.memory_plans.solver import Group, Treatments
 
 __all__ = [
     "AskedMemory",

@@ -35,7 +35,7 @@ from popxl.extend.memory import (
 from popxl_addons import optimizers
 from popxl_addons.transforms.memory_plan import Treatment
 from runtime import progress
-from runtime.memory_solver import Release, keep_all, solve
+from runtime.memory_plans.solver import Release, keep_all, solve
 from runtime.targets.chip import Gpu, shipped
 
 SHAPE = (4, 64, 32)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from popxl.analysis.memory import Memory, steps_of
 from popxl.base.pages import bytes_text
 from popxl.ir import Ir
-from runtime.memory_compiled import Compiled
-from runtime.memory_division import StepMemory
-from runtime.memory_needs import GraphNeeds
+from runtime.memory_plans.compiled import Compiled
+from runtime.memory_plans.division import StepMemory
+from runtime.memory_plans.needs import GraphNeeds
 
 _FRACTIONS = (2, 4, 8, 16, 32, 64)
 """Into how many micro-batches a step may be divided, in place of one."""

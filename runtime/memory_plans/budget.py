@@ -13,10 +13,10 @@ from popxl.base.asked_memory import MemoryRequest
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.errors import PopxlError
 from runtime.costs.cost import Cost
-from runtime.memory_compiled import Compiled, Division
-from runtime.memory_division import DivisionEstimate
-from runtime.memory_refusal import refusal
-from runtime.memory_search import PlanSearch
+from runtime.memory_plans.compiled import Compiled, Division
+from runtime.memory_plans.division import DivisionEstimate
+from runtime.memory_plans.refusal import refusal
+from runtime.memory_plans.search import PlanSearch
 
 _AIM = 0.9
 """Share of the budget that a division of the step may need by estimate."""

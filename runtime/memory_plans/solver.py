@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from runtime.memory_needs import BANDWIDTH, GraphNeeds, some_of
+from runtime.memory_plans.needs import BANDWIDTH, GraphNeeds, some_of
 from runtime.targets.chip import Chip
 
 Treatment = Literal["keep", "recompute", "offload"]

@@ -7,9 +7,9 @@ from typing import Any
 
 from popxl.base.asked_memory import MemoryRequest
 from popxl.base.pages import bytes_text
-from runtime.memory_compiled import Compiled, Division
-from runtime.memory_needs import GraphNeeds
-from runtime.memory_solver import Release, Solution, keep_all, most_bytes, solve
+from runtime.memory_plans.compiled import Compiled, Division
+from runtime.memory_plans.needs import GraphNeeds
+from runtime.memory_plans.solver import Release, Solution, keep_all, most_bytes, solve
 from runtime.progress import stage
 
 COMPILATIONS = 3

@@ -16,9 +16,9 @@ from popxl.core.remote_variables import is_on_host
 from popxl.core.tensor import Tensor, Variable
 from popxl.graph import Graph
 from popxl.ir import Ir
-from runtime.memory_compiled import Compiled, Division
-from runtime.memory_needs import BANDWIDTH, GraphNeeds, OpNeeds
-from runtime.memory_solver import Solution, keep_all, solve
+from runtime.memory_plans.compiled import Compiled, Division
+from runtime.memory_plans.needs import BANDWIDTH, GraphNeeds, OpNeeds
+from runtime.memory_plans.solver import Solution, keep_all, solve
 
 _ACCUMULATOR = 4
 """Bytes of an element of an accumulator: float32."""

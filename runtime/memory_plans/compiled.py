@@ -14,7 +14,7 @@ from runtime.costs.cost import Cost
 from runtime.costs.executables import chip_of
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
-from runtime.memory_solver import Release
+from runtime.memory_plans.solver import Release
 from runtime.program.compiled import CompiledProgram
 from runtime.targets.chip import Chip
 

@@ -67,12 +67,6 @@ class TypeFindings:
                 "replicas along {axes} have shards of {t}, and each changes its shard by a value of its own, such as a "
                 "gradient that is not reduced. Reduce it first; `ops.collectives.replicated_reduce_scatter` does both.",
             )  # fmt: skip
-        if unreduced := [i for i in own if was[i] == (SHARDED, FLAT)]:
-            self.find(
-                "shards of different values", False, op, v, unreduced,
-                "replicas along {axes} have shards of {t}, and each changes its shard by a value of its own, such as a "
-                "gradient that is not reduced. Reduce it first; `ops.collectives.replicated_reduce_scatter` does both.",
-            )  # fmt: skip
         if turned := [i for i in own if was[i][0] is by[i][0] is SHARDED and by[i][1] not in (None, FLAT, was[i][1])]:
             (d, e) = was[turned[0]][1], by[turned[0]][1]
             self.find(

@@ -222,6 +222,7 @@ def test_micro_batches_of_rerolled_layers_are_a_loop() -> None:
     assert temporaries(16, micro_batches=4) <= 1.1 * temporaries(4, accumulate=4)
 
 
+@pytest.mark.thorough
 def test_a_budget_that_fits_in_one_piece_is_enough() -> None:
     """Where accumulators need more than activations."""
     budget = round(1.02 * peak("nothing", rows=2))

@@ -15,8 +15,11 @@ from runtime.progress import stage
 COMPILATIONS = 3
 """How often a program is compiled at most: with everything kept, with the plan, and with the corrected plan."""
 
-_AIM, _LAST_AIM = 0.95, 0.92
-"""Shares of the budget that a plan aims at: after a plan above the budget, and between one above and one within it."""
+_AIM = 0.95
+"""Share of the budget that a plan aims at after a plan above the budget."""
+
+_LAST_AIMS = (0.92, 0.96, 1.0)
+"""The same between a plan above the budget and one within it: the next share if the plan for one is known."""
 
 _FIRST_AIM: Mapping[Release, float] = {"read": 0.93, "call": 0.86, "loop": 0.93}
 """The same for the first plan: noinline calls hold more than is counted."""
@@ -133,7 +136,8 @@ class PlanSearch:
         if fitting:
             low, high = max(fitting), min(each for each in points if each[1] > self._budget)
             if low[0] < high[0]:
-                yield low[0] + (_LAST_AIM * self._budget - low[1]) * (high[0] - low[0]) / (high[1] - low[1])
+                slope = (high[0] - low[0]) / (high[1] - low[1])
+                yield from (low[0] + (aim * self._budget - low[1]) * slope for aim in _LAST_AIMS)
             return
         if len(points) == 1:
             first = self.everything

@@ -175,7 +175,7 @@ class GraphFunction:
     def _lower(self) -> None:
         self._lowering = DifferentiableLowering(self.graph.ops, self.graph.ir.options, replicas=self._replicas)
         self._made_of, self._known_edits = Snapshot(self.graph), self.graph.ir.edits.count
-        self._platform = self._replicas.platform
+        self._platform: str | None = None  # of the first call: asking for JAX's default starts devices
 
     def _describe(self) -> dict[str, _Parameter]:
         """Parameters by name. Sets `written`."""
@@ -278,8 +278,10 @@ class GraphFunction:
                     f"{self.__name__}: {'; '.join(changes)} since `popxl.to_jax` was called. Call it again."
                 )
             self._lower()
-        if self._platform != self._replicas.platform:  # of `jax.default_device`, as for a target
+        platform = self._replicas.platform  # of `jax.default_device`, as for a target
+        if self._platform not in (None, platform):
             self._lower()
+        self._platform = platform
         for dtype in self._dtypes:
             if jax.dtypes.canonicalize_dtype(dtype.as_jax()) != dtype.as_jax():
                 raise PopxlError(

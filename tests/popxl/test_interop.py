@@ -984,7 +984,6 @@ def test_code_cannot_be_saved(tmp_path) -> None:
         ir.save(tmp_path / "program.popxl")
 
 
-@pytest.mark.thorough
 def test_no_device_is_started() -> None:
     program = """
         import jax, jax.numpy as jnp, numpy as np, popxl

@@ -75,7 +75,7 @@ def tried(family: str, seed: int) -> Trial:
 
     try:
         report = compare(build, axes=program.axes, steps=STEPS, tolerance=TOLERANCE)
-    except (PopxlError, ValueError, TypeError, NotImplementedError) as problem:
+    except (PopxlError, ValueError, TypeError, NotImplementedError, FloatingPointError) as problem:
         return Trial(family, seed, None, differs=f"{type(problem).__name__}: {str(problem)[:200]}")
     numbers = [number for each in report.differences for number in (each.found, each.expected)]
     if not all(abs(number) < LARGEST for number in numbers):

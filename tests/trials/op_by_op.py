@@ -81,13 +81,16 @@ class _Interpreter:
         def as_held(array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
             return jnp.asarray(array, dtype).reshape(layout.replicas.shape(shape))
 
-        changed = [as_held(environment.value_of(b.tensors[0]), b.shape, b.dtype) for b in layout.changing]
-        changed += [
-            as_held(channels.slots(b), (b.entries, *b.tensor_shape), b.tensor_dtype.as_jax()) for b in layout.buffers
-        ]
-        fetches = [
-            np.asarray(channels.transfers(s), s.dtype.as_jax()).reshape(layout.shape_of_all(s)) for s in layout.outputs
-        ]
+        with np.errstate(over="raise"):  # infinite numbers agree in right and in wrong programs
+            changed = [as_held(environment.value_of(b.tensors[0]), b.shape, b.dtype) for b in layout.changing]
+            changed += [
+                as_held(channels.slots(b), (b.entries, *b.tensor_shape), b.tensor_dtype.as_jax())
+                for b in layout.buffers
+            ]
+            fetches = [
+                np.asarray(channels.transfers(s), s.dtype.as_jax()).reshape(layout.shape_of_all(s))
+                for s in layout.outputs
+            ]
         no_failure = np.zeros(layout.replicas.shape(FAILURE.shape), np.int32)
         return tuple(changed), (*fetches, *(no_failure,) * layout.checks)
 

@@ -72,7 +72,7 @@ def noise_lints(mesh: Mesh, report: Report, of_data: Set[int]) -> Iterator[Findi
     for graph, draws in _by_graph([*report.index.draws, *masks]).items() if of_data else ():
         if graph.gradient_of is None:
             drawn = {t: op.inputs[_seed_position(op)] for op in draws for t in op.outputs}
-            yield from _shared_noise(mesh, report, graph, drawn, of_data, set())
+            yield from _shared_noise(mesh, report, graph, drawn, of_data, set(), set())
 
 
 def _seed_position(op: Op) -> int:
@@ -87,19 +87,28 @@ def _by_graph(ops: Iterable[Op]) -> dict[Graph, list[Op]]:
 
 
 def _shared_noise(
-    mesh: Mesh, report: Report, graph: Graph, drawn: dict[Tensor, Tensor], of_data: Set[int], told: set[Tensor]
+    mesh: Mesh,
+    report: Report,
+    graph: Graph,
+    drawn: dict[Tensor, Tensor],
+    of_data: Set[int],
+    told: set[Tensor],
+    visited: set[tuple[Graph, frozenset[tuple[Tensor, Tensor]]]],
 ) -> Iterator[Finding]:
     """Uses of noise with data of each replica, in a graph and those that it calls.
 
     Args:
         drawn: noise, with its seed.
         told: seeds of which something was found.
+        visited: called graphs with the noise that they were given: graphs may be called in many ways.
     """
     for op in graph.ops:
         for run in op.runs if op.kind.graphs else ():
             inner = {t: drawn[given] for t, given in zip(run.inputs, run.given, strict=False) if given in drawn}
-            if inner and run.graph.gradient_of is None:
-                yield from _shared_noise(mesh, report, run.graph, inner, of_data, told)
+            call = run.graph, frozenset(inner.items())
+            if inner and run.graph.gradient_of is None and call not in visited:
+                visited.add(call)
+                yield from _shared_noise(mesh, report, run.graph, inner, of_data, told, visited)
         noise = [t for t in op.inputs if t in drawn]
         if not noise or op.kind.contracts is not None or op.kind.graphs or op.kind.between_replicas:
             continue

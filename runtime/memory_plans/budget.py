@@ -13,13 +13,10 @@ from popxl.base.asked_memory import MemoryRequest
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.errors import PopxlError
 from runtime.costs.cost import Cost
-from runtime.memory_plans.compiled import Compiled, Division
-from runtime.memory_plans.division import DivisionEstimate
+from runtime.memory_plans.compiled import IN_ONE_PIECE, Compiled, Division
+from runtime.memory_plans.division import ESTIMATE_SHARE, DivisionEstimate
 from runtime.memory_plans.refusal import refusal
 from runtime.memory_plans.search import PlanSearch
-
-_AIM = 0.9
-"""Share of the budget that a division of the step may need by estimate."""
 
 _NEARLY = 1.3
 """Share of the budget that the step in one piece may need by estimate, to be tried before a second division."""
@@ -140,16 +137,16 @@ def _order(first: Compiled, budget: int) -> Iterator[Division]:
     one piece is the last if it was not tried."""
     untried = [*first.divisions]
     if len(untried) > 1:
-        estimate = DivisionEstimate(first, _AIM * budget)
+        estimate = DivisionEstimate(first, ESTIMATE_SHARE * budget)
         if (cheapest := estimate.cheapest(untried)) is not None:
             untried.remove(cheapest)
             yield cheapest
-        if Division() in untried and estimate.least(Division()) <= _NEARLY * budget:
-            untried.remove(Division())
-            yield Division()
+        if IN_ONE_PIECE in untried and estimate.least(IN_ONE_PIECE) <= _NEARLY * budget:
+            untried.remove(IN_ONE_PIECE)
+            yield IN_ONE_PIECE
         if untried:
             division = estimate.cheapest(untried) or min(untried, key=estimate.least)
             untried.remove(division)
             yield division
-    if Division() in untried:
-        yield Division()
+    if IN_ONE_PIECE in untried:
+        yield IN_ONE_PIECE

@@ -39,6 +39,9 @@ class Division(NamedTuple):
         return divided if self.state == "device" else f"{divided}, state on the host"
 
 
+IN_ONE_PIECE = Division()
+
+
 class Compiled(NamedTuple):
     """Program compiled with a memory plan.
 
@@ -97,8 +100,8 @@ def compiled_program(ir: Ir, program: CompiledProgram, asked: AskedMemory) -> Co
 
 def _divisions(program: CompiledProgram, asked: AskedMemory) -> Iterator[Division]:
     """Divisions that a program leaves open. On CPUs, host and device memory are the same."""
-    has_host = program.layout.compile_target.platform != "cpu"
-    states: Sequence[StateLocation] = ("device", "host") if asked.is_state_open and has_host else ("device",)
+    has_choice = asked.is_state_open and not program.layout.replicas.is_cpu
+    states: Sequence[StateLocation] = ("device", "host") if has_choice else ("device",)
     for state in states:
         for count in range(1, asked.samples + 1):
             if asked.samples % count == 0:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
-from math import ceil, prod
+from math import ceil
 
 from popxl.analysis.memory import Memory
 from popxl.core.remote_variables import is_on_host
@@ -17,11 +16,14 @@ from popxl.core.tensor import Tensor, Variable
 from popxl.graph import Graph
 from popxl.ir import Ir
 from runtime.memory_plans.compiled import Compiled, Division
-from runtime.memory_plans.needs import BANDWIDTH, GraphNeeds, OpNeeds
+from runtime.memory_plans.needs import GraphNeeds, OpNeeds, host_bandwidth, memory_bandwidth
 from runtime.memory_plans.solver import Solution, keep_all, solve
 
 _ACCUMULATOR = 4
 """Bytes of an element of an accumulator: float32."""
+
+ESTIMATE_SHARE = 0.9
+"""Share of a budget that a step may need by estimate."""
 
 
 class StepMemory:
@@ -36,7 +38,7 @@ class StepMemory:
     def __init__(self, ir: Ir, memory: Memory, model: Graph, graphs: Sequence[GraphNeeds]) -> None:
         self._memory = memory
         self._read = _variables_of(model, ir.main_graph.variables)
-        trained = sum(_on_replica(v).nelms for v in self._read if v.dtype.is_floating_point)
+        trained = sum(v.on_replica.nelms for v in self._read if v.dtype.is_floating_point)
         self.accumulators = _ACCUMULATOR * trained
         """Bytes of accumulators, which a step in one piece does without."""
         self._is_accumulated = len(model.call_sites) > 1
@@ -92,18 +94,13 @@ class DivisionEstimate:
                 best, least = each, seconds
         return best
 
-    @cached_property
-    def _bandwidth(self) -> float:
-        return BANDWIDTH if self._compiled.chip is None else self._compiled.chip.memory_bandwidth
-
     def _overhead(self, division: Division) -> float:
         """Seconds to read weights and to read and write accumulators in each micro-batch, forward and backward; and to
         move the state between host and device."""
         count, step = division.micro_batches, self._step
         moved = 2 * (count - 1) * step.weights + (2 * count * step.accumulators if count > 1 else 0)
-        chip = self._compiled.chip
-        host = self._bandwidth / 10 if chip is None else chip.host_bandwidth
-        return moved / self._bandwidth + (2 * step.state / host if division.state == "host" else 0.0)
+        chip, crossing = self._compiled.chip, 2 * step.state if division.state == "host" else 0
+        return moved / memory_bandwidth(chip) + crossing / host_bandwidth(chip)
 
     def _seconds(self, division: Division) -> float:
         """Seconds that a division adds to a step with its best plan; infinity without one."""
@@ -163,11 +160,5 @@ def _variables_of(graph: Graph, variables: Iterable[Variable]) -> set[Variable]:
     return {v for t in found if isinstance(v := owners.get(t, t), Variable)}
 
 
-def _on_replica(v: Variable) -> Tensor:
-    """What a replica has of a variable: its shard, or all of it."""
-    return v if v.piece is None else v.piece
-
-
 def _bytes(v: Variable) -> int:
-    t = _on_replica(v)
-    return prod(t.shape) * t.dtype.itemsize
+    return v.on_replica.nelms * v.dtype.itemsize

@@ -17,6 +17,16 @@ _WINDOWS = 40
 """How many parts of a backward call are told apart at most, where activations are recomputed as they are read."""
 
 
+def memory_bandwidth(chip: Chip | None) -> float:
+    """Bytes that a device moves between its memory and its cores in a second."""
+    return BANDWIDTH if chip is None else chip.memory_bandwidth
+
+
+def host_bandwidth(chip: Chip | None) -> float:
+    """Bytes that a device moves to or from the memory of its host in a second."""
+    return BANDWIDTH / 10 if chip is None else chip.host_bandwidth
+
+
 class ReplicaExchange(NamedTuple):
     """A collective.
 
@@ -64,9 +74,9 @@ class OpNeeds:
 
     def seconds(self, chip: Chip | None) -> float:
         """How long it takes by published figures."""
-        flops, bandwidth = (FLOPS, BANDWIDTH) if chip is None else (chip.rate(self.dtype), chip.memory_bandwidth)
+        flops = FLOPS if chip is None else chip.rate(self.dtype)
         network = 0.0 if chip is None else sum(each.seconds(chip) for each in self.exchanges)
-        return self.products / flops + self.bytes / bandwidth + network
+        return self.products / flops + self.bytes / memory_bandwidth(chip) + network
 
 
 @dataclass(frozen=True)

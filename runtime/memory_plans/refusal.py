@@ -8,14 +8,11 @@ from popxl.analysis.memory import Memory, steps_of
 from popxl.base.pages import bytes_text
 from popxl.ir import Ir
 from runtime.memory_plans.compiled import Compiled
-from runtime.memory_plans.division import StepMemory
+from runtime.memory_plans.division import ESTIMATE_SHARE, StepMemory
 from runtime.memory_plans.needs import GraphNeeds
 
 _FRACTIONS = (2, 4, 8, 16, 32, 64)
 """Into how many micro-batches a step may be divided, in place of one."""
-
-_SHARE = 0.9
-"""Share of the budget that an estimate may use."""
 
 
 def refusal(tried: Sequence[Compiled], graphs: Sequence[GraphNeeds], budget: int) -> str:
@@ -40,7 +37,7 @@ def refusal(tried: Sequence[Compiled], graphs: Sequence[GraphNeeds], budget: int
 
 def _by_micro_batches(step: StepMemory, budget: int) -> str:
     """What micro-batches need: each has a part of the activations, and all of the gradients, which it accumulates."""
-    fitting = next((parts for parts in _FRACTIONS if step.in_parts(parts) <= _SHARE * budget), None)
+    fitting = next((parts for parts in _FRACTIONS if step.in_parts(parts) <= ESTIMATE_SHARE * budget), None)
     if fitting is None:
         return f"Smaller micro-batches do not help: without any activations, about {bytes_text(step.fixed)} remain."
     return (

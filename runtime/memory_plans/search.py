@@ -7,7 +7,7 @@ from typing import Any
 
 from popxl.base.asked_memory import MemoryRequest
 from popxl.base.pages import bytes_text
-from runtime.memory_plans.compiled import Compiled, Division
+from runtime.memory_plans.compiled import IN_ONE_PIECE, Compiled, Division
 from runtime.memory_plans.needs import GraphNeeds
 from runtime.memory_plans.solver import Release, Solution, keep_all, most_bytes, solve
 from runtime.progress import stage
@@ -39,12 +39,11 @@ class PlanSearch:
         compiled: Callable[[MemoryRequest], Compiled],
         budget: int,
         told: Callable[[str], object],
-        division: Division = Division(),  # noqa: B008
+        division: Division = IN_ONE_PIECE,
     ) -> None:
         self._compile_with, self._budget, self._told, self.division = compiled, budget, told, division
-        self._title = f"Memory plan within {bytes_text(budget)}"
-        if division != Division():
-            self._title += f", {division}"
+        self._besides = "" if division == IN_ONE_PIECE else f", {division}"
+        self._title = f"Memory plan within {bytes_text(budget)}{self._besides}"
         self.tried: list[tuple[Solution, Compiled]] = []
 
     @property
@@ -110,7 +109,7 @@ class PlanSearch:
         self.tried.append((solution, found))
         self._told(
             f"{len(self.tried)}: {bytes_text(found.memory.device)} as compiled, of {bytes_text(self._budget)}, with "
-            f"{bytes_text(solution.bytes)} of activations{f', {self.division}' if self.division != Division() else ''}"
+            f"{bytes_text(solution.bytes)} of activations{self._besides}"
         )
 
     def _solved(self, limit: float | None) -> Solution | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from runtime.memory_plans.needs import BANDWIDTH, GraphNeeds, some_of
+from runtime.memory_plans.needs import GraphNeeds, host_bandwidth, some_of
 from runtime.targets.chip import Chip
 
 Treatment = Literal["keep", "recompute", "offload"]
@@ -198,7 +198,7 @@ class _IntegerProgram:
             self._times.append(0.0)
             if may_offload:
                 self._away[g.name, group, path] = len(self._times)
-                self._times.append(count * 2 * size / (BANDWIDTH / 10 if chip is None else chip.host_bandwidth))
+                self._times.append(count * 2 * size / host_bandwidth(chip))
         for number, op in enumerate(g.ops):
             self._again[g.name, group, number] = len(self._times)
             self._times.append(count * op.seconds(chip))

@@ -245,3 +245,24 @@ def test_right_siblings_of_outliers(program: Callable[[], None]) -> None:
         program()
     report = check(ir)
     assert not report.findings, report
+
+
+def test_noise_in_graphs_that_are_called_in_many_ways() -> None:
+    """Each of 60 graphs calls the next one twice with the same noise: there are 2**60 ways to the last one."""
+
+    def scaled(x: popxl.Tensor, noise: popxl.Tensor) -> popxl.Tensor:
+        return x * noise
+
+    def calling_twice(graph: popxl.Graph) -> Callable[..., popxl.Tensor]:
+        return lambda x, noise: ops.call(graph, ops.call(graph, x, noise)[0], noise)[0]
+
+    ir = popxl.Ir(axes={"data": 2})
+    with ir.main_graph:
+        x = ops.host_load(popxl.h2d_stream((3,), popxl.float32, "x"))
+        w = popxl.variable(np.ones(3), popxl.float32, "w")
+        noise = ops.random_normal(popxl.variable([1, 2], popxl.uint32, "seed"), (3,))
+        layer: Callable[..., popxl.Tensor] = scaled
+        for _ in range(60):
+            layer = calling_twice(ir.create_graph(layer, x, noise))
+        ops.add_(w, ops.collectives.replicated_all_reduce(layer(x, noise), "mean", "data"))
+    assert [(each.category, each.tensor) for each in check(ir).findings] == [("same seed", "seed")]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -125,10 +125,12 @@ def capture(
         poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them, without `breaks`.
     """
 
+    asked = _Request(forward, places, module, flatten, grouped, with_scopes, breaks, derives, function, tape)
+
     def once(keeps_whole: bool) -> Captured:
-        tracer = Tracer(ambient, lowered, excludes, keeps_whole, module, breaks, has_counters=tape is not None)
-        how = with_scopes, breaks, derives, function, tape
-        return _capture(tracer, forward, places, module, flatten, grouped, *how)
+        return _capture(
+            Tracer(ambient, lowered, excludes, keeps_whole, module, breaks, has_counters=tape is not None), asked
+        )
 
     try:
         return once(keeps_whole=True)
@@ -137,28 +139,32 @@ def capture(
     return once(keeps_whole=False)
 
 
-def _capture(
-    tracer: Tracer,
-    forward: Callable[[list[torch.Tensor]], Any],
-    places: Sequence[TensorLayout],
-    module: torch.nn.Module | None,
-    flatten: Callable[[Any], list[torch.Tensor]],
-    grouped: Collection[str],
-    with_scopes: bool,
-    breaks: GraphBreaks | None,
-    derives: bool,
-    function: Callable[..., Any] | None,
-    tape: Tape | None,
-) -> Captured:
+class _Request(NamedTuple):
+    """Arguments of `capture`, except for those of its tracer."""
+
+    forward: Callable[[list[torch.Tensor]], Any]
+    places: Sequence[TensorLayout]
+    module: torch.nn.Module | None
+    flatten: Callable[[Any], list[torch.Tensor]]
+    grouped: Collection[str]
+    with_scopes: bool
+    breaks: GraphBreaks | None
+    derives: bool
+    function: Callable[..., Any] | None
+    tape: Tape | None
+
+
+def _capture(tracer: Tracer, asked: _Request) -> Captured:
     """Implementation of `capture`. Context managers around `forward` restore the module and changed host objects."""
+    module, breaks, tape = asked.module, asked.breaks, asked.tape
     recorder = tracer.recorder
 
     def is_constant_state(name: str, t: torch.Tensor) -> bool:  # the same in every run
         return recorder.is_constant(t) and not (name in recorder.read or recorder.uses(state_values.get(name)))
 
     state = dict(_tensors_of(module))
-    fakes = {key: tracer.fake(_first_row(t) if key in grouped else t) for key, t in state.items()}
-    inputs = list(map(tracer.fake_in, places))
+    fakes = {key: tracer.fake(_first_row(t) if key in asked.grouped else t) for key, t in state.items()}
+    inputs = list(map(tracer.fake_in, asked.places))
     input_values = [recorder.new_input(t) for t in inputs]
     state_values = _state_inputs(recorder, state, fakes)
     if breaks is not None:
@@ -169,17 +175,17 @@ def _capture(
     with (
         recorder.leaving_numbers(),
         _cleared(fakes, inputs),  # unreferenced tensors are gone before that
-        _fake_module(tracer, module, fakes, attributes, function, with_scopes) as on_host,
+        _fake_module(tracer, module, fakes, attributes, asked.function, asked.with_scopes) as on_host,
         not_rebound(module, is_constant_state),
         _patches(tracer),
-        _derivatives(tracer, derives) as applications,
+        _derivatives(tracer, asked.derives) as applications,
         tracer.listening(),
         _counters(module, tape, on_host),
     ):
         with _located_errors(recorder):
-            result = forward(list(inputs))
+            result = asked.forward(list(inputs))
         changed = {name: was for name, was in attributes.counting().items() if f"model.{name}" not in on_host.apart}
-        returned = flatten(result)
+        returned = asked.flatten(result)
         leaves = [recorder.value_of(t) for t in returned]
         ends = [recorder.value_of(t) for t in inputs]
         state_ends = {key: recorder.value_of(t) for key, t in fakes.items()}
@@ -191,7 +197,7 @@ def _capture(
         carried |= {text: on_host.line_of(text) for text in recorder.overwritten()}
         recorder.resolve_requires_grad()
         _derive(tracer, applications, has_breaks=breaks is not None and bool(breaks.found))
-        trace = recorder.finish(derives)
+        trace = recorder.finish(asked.derives)
         with tracer.suspended():
             for t in returned:
                 forget_history(t)

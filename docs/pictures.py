@@ -138,7 +138,7 @@ def run_cold() -> str:
                 ("traced function", "by JAX, for all replicas"),
                 ("CompilePool", "threads in which XLA compiles"),
                 ("cache", "executables of earlier processes"),
-                ("ways", "compares forms by their costs"),
+                ("mode_selection", "compares modes by their costs"),
                 ("CompiledProgram", "layout and executables, frozen"),
             ],
             [
@@ -198,7 +198,7 @@ RUNTIME = {
     "session": "what users run; choices and budgets that fit",
     "session_inspection": "its reports, and access to its variables",
     "machine": "finds devices; compiles and runs",
-    "ways": "selects the way of compiling by cost",
+    "mode_selection": "selects the mode of called graphs",
     "inspection": "data of a compiled program",
     "report": "reports; a compiled program in a file",
     "costs": "cost and memory, from XLA's output",

@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from popxl.errors import PopxlError
 from popxl.ir import Ir
+from runtime.mode_selection import compile_fastest
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
 from runtime.program.laying_out import layout_for
 from runtime.program.layout import Layout
@@ -13,7 +14,6 @@ from runtime.program.run import Runner
 from runtime.program.store import VariableStore
 from runtime.targets.devices import Device, devices_needed, find_device, ipus_used, model_device
 from runtime.targets.offline import Target
-from runtime.ways import best
 
 
 class Machine:
@@ -25,7 +25,7 @@ class Machine:
 
     def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
         """Compile a program for a device, selecting the best compilation mode unless known."""
-        return best(ir, device) if known is None else compile_program(ir, device, known)
+        return compile_fastest(ir, device) if known is None else compile_program(ir, device, known)
 
     def runner(self, program: CompiledProgram) -> Runner | None:
         """Runner of a compiled program; `None` for offline targets."""
@@ -82,7 +82,7 @@ class PlanningMachine(IdleMachine):
         return model_device(count, devices_needed(ir), count * len(ipus_used(ir)))
 
     def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
-        return PlannedProgram(device, layout_for(ir, device, None if known is None else known.calls))
+        return PlannedProgram(device, layout_for(ir, device, None if known is None else known.mode))
 
 
 class TargetMachine(IdleMachine):

@@ -95,7 +95,7 @@ def show(asked: CommandArgs) -> int:
             memory = memory_of_program(ir, compiled)
             print(f"\nCompiled for {target}\n\n{memory}\n\n{cost_of(compiled)}")
         elif ir in plans:
-            way = "a plan of executables" if plans[ir].layout.calls == "dispatched" else "one program"
+            way = "a plan of executables" if plans[ir].layout.mode == "dispatched" else "one program"
             text = f"It would be compiled as {way}. {plans[ir].reason}"
             print("\n" + textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  "))
         asked.write(memory, memory, f"memory_{ir.id}")

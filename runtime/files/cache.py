@@ -35,21 +35,21 @@ from runtime.targets.compile_target import CompileTarget
 from runtime.targets.devices import Device, DeviceType
 
 SUFFIX = ".popef"
-WAY = ".way"
+MODE = ".way"
 KIND = "popxl executables"
 
 _log = Logger("session")
 
 
 @contextmanager
-def compiling(ir: Ir, device: Device, calls: str, prints: bool = False, is_serializable: bool = True) -> Iterator[bool]:
+def compiling(ir: Ir, device: Device, mode: str, prints: bool = False, is_serializable: bool = True) -> Iterator[bool]:
     """Use the compilation cache while the block compiles a program: load cached executables, store new executables.
 
     It is on where the option `enableEngineCaching` is set and the device is hardware. Yields whether some executables
     may come from a cache, this one or that of JAX, rather than from XLA.
 
     Args:
-        calls: form of called graphs: each form has its own entry.
+        mode: mode of called graphs: each mode has its own entry.
         prints: whether it calls back into Python, which prevents caching.
         is_serializable: whether other processes could run the executables. If not, the cache is neither read nor
             written.
@@ -63,7 +63,7 @@ def compiling(ir: Ir, device: Device, calls: str, prints: bool = False, is_seria
         with compiling_afresh() as taken:
             yield taken
         return
-    path = None if prints else _path(ir, device, calls)
+    path = None if prints else _path(ir, device, mode)
     found = {} if path is None else _load_executables(path)
     if path is None or not found:
         _log.debug("Starting compilation")
@@ -92,7 +92,7 @@ def compiling_afresh() -> Iterator[bool]:
 
 
 def cached_mode(ir: Ir, device: Device) -> str | None:
-    """Cached decision about compiling called graphs of a program; `None` without a valid cache entry."""
+    """Cached mode of a program's called graphs; `None` without a valid cache entry."""
     path = _decision(ir, device)
     if path is None or not path.is_file():
         return None
@@ -101,27 +101,27 @@ def cached_mode(ir: Ir, device: Device) -> str | None:
     except (OSError, ValueError) as problem:
         _log.warn(f"Ignoring a file of the cache, which does not say how to compile: {path}: {problem}")
         return None
-    way = about.get("calls")
-    return way if way in ("inlined", "rolled", "batched", "dispatched") else None
+    mode = about.get("calls")
+    return mode if mode in ("inlined", "rolled", "batched", "dispatched") else None
 
 
-def keep_way(ir: Ir, device: Device, calls: str) -> None:
-    """Store the best mode of compiling called graphs in the cache, if enabled."""
+def cache_mode(ir: Ir, device: Device, mode: str) -> None:
+    """Store the fastest mode of called graphs in the cache, if enabled."""
     path = _decision(ir, device)
     if path is not None:
-        _write(path, {}, {"calls": calls})
+        _write(path, {}, {"calls": mode})
 
 
 def _decision(ir: Ir, device: Device) -> Path | None:
     path = _path(ir, device, "auto")
-    return None if path is None else path.with_suffix(WAY)
+    return None if path is None else path.with_suffix(MODE)
 
 
 # Files --------------------------------------------------------------------------------------------------------------
 
 
-def _path(ir: Ir, device: Device, calls: str) -> Path | None:
-    """Cache file of a program, compiled with mode `calls`; `None` if caching is disabled or impossible."""
+def _path(ir: Ir, device: Device, mode: str) -> Path | None:
+    """Cache file of a program, with its called graphs in a mode; `None` if caching is disabled or impossible."""
     if not (ir.options.enableEngineCaching and ir.options.cachePath and device.type is DeviceType.Ipu):
         return None
     if len({each.process_index for each in device.jax_devices}) > 1:
@@ -134,7 +134,7 @@ def _path(ir: Ir, device: Device, calls: str) -> Path | None:
         return None
     known = {
         "program": program,
-        "calls": calls,
+        "calls": mode,
         "made for": CompileTarget(device.jax_devices).build_stamp.model_dump(),
         "devices": [each.id for each in device.jax_devices],
         "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],

@@ -38,7 +38,7 @@ class About(BaseModel):
     """Metadata of a session file.
 
     Attributes:
-        calls: form of called graphs.
+        calls: mode of called graphs.
         executables: the executables, in the order of `CompiledProgram.executables`.
     """
 
@@ -69,7 +69,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: CompiledProgram) -> Non
     header = About(
         target=program.layout.compile_target.build_stamp,
         device=program.device.name if program.device.target is None else program.device.target.kind,
-        calls=program.layout.calls,
+        calls=program.layout.mode,
         executables=executables,
     )
     replace_file(Path(path), pack(KIND, header.model_dump_json(), parts))

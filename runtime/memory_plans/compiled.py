@@ -90,7 +90,7 @@ def compiled_program(ir: Ir, program: CompiledProgram, asked: AskedMemory) -> Co
             "unless its model has checkpoints, or its options recompute (`autoRecomputation`, a pipeline) or set a "
             "plan (`setMemoryPlan`). Nothing runs, so a program has to train before it runs anything else."
         )
-    release = "read" if applied[0].is_whole else _RELEASES.get(program.layout.calls, "call")
+    release = "read" if applied[0].is_whole else _RELEASES.get(program.layout.mode, "call")
     offloadable = frozenset(_offloadable(program, applied[0].names))
     memory, cost = memory_of_program(ir, program), cost_of(program)
     return Compiled(
@@ -112,7 +112,7 @@ def _offloadable(program: CompiledProgram, names: Mapping[Graph, str]) -> Iterat
     """Names of planned graphs that only loops call, on devices where loops offload."""
     layout = program.layout
     rerolling = layout.rerolling
-    if rerolling is None or layout.calls != "rolled" or layout.compile_target.platform != "tpu":
+    if rerolling is None or layout.mode != "rolled" or layout.compile_target.platform != "tpu":
         return
     in_loops = {op for loop in rerolling.loops for op in loop.all_ops}
     for graph, name in names.items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -10,10 +11,10 @@ from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.options import SessionOptions
-from runtime.plan.choice import REPEATED, SMALLEST, SegmentationPolicy
 from runtime.plan.loop_rerolling.rerolling import Rerolling
 from runtime.plan.placement import IpuPlacement
 from runtime.plan.planning import plan_of
+from runtime.plan.segmentation import REPEATED, SMALLEST, SegmentationPolicy
 from runtime.targets.compile_target import CompileTarget
 
 ROLLED = 500
@@ -38,139 +39,123 @@ class Decision(NamedTuple):
     """Compilation decision for a program.
 
     Attributes:
-        calls: form of called graphs: see the option `calledGraphs`. "dispatched" is a plan.
-        reason: reason for this form, in a sentence or two.
-        choice: selection of calls as segments, for a plan.
-        places: placement of ops, if IPUs are separate devices.
+        mode: mode of called graphs, as in the option `calledGraphs`. "dispatched" is a plan.
+        reason: reason for this mode, in a sentence or two.
+        segmentation: selection of calls as segments, for a plan.
+        placement: placement of ops, if IPUs are separate devices.
         rerolling: loops of rerolled calls, if there are any.
-        others: further forms to compile and compare.
-        rest: forms to compile if none of these fits into memory, in order.
-        written_out: graphs whose calls are in no loop, each with the reason, if loops were sought.
+        compared: further modes to compile and compare.
+        fallbacks: modes to compile if none of these fits into memory, in order.
+        unrolled_graphs: graphs whose calls are in no loop, each with the reason, if loops were sought.
     """
 
-    calls: str
+    mode: str
     reason: str
-    choice: SegmentationPolicy
-    places: IpuPlacement | None = None
+    segmentation: SegmentationPolicy
+    placement: IpuPlacement | None = None
     rerolling: Rerolling | None = None
-    others: tuple[str, ...] = ()
-    rest: tuple[str, ...] = ()
-    written_out: Mapping[Graph, str] = MappingProxyType({})
+    compared: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    unrolled_graphs: Mapping[Graph, str] = MappingProxyType({})
+
+
+Reroll = Callable[..., Rerolling]
+"""`Rerolling` of a program, for its further arguments."""
 
 
 def decide(
     main: Graph,
     options: SessionOptions,
     compile_target: CompileTarget,
-    held: Collection[Tensor],
+    resident: Collection[Tensor],
     changed: Sequence[Tensor],
-    calls: str | None,
+    mode: str | None,
 ) -> Decision:
     """Decide how to compile a program for a compile target.
 
     Args:
-        calls: form of called graphs, if a file specifies it.
+        mode: mode of called graphs, if it is already decided.
     """
-    smallest = {"auto": SMALLEST, "kept": SMALLEST, "inlined": None}.get(options.calledGraphs, 1)
-    places, of_places = _placement(main, options, compile_target, changed, smallest)
-    choice = SegmentationPolicy(main, smallest, places)
-    if places is not None:
-        return Decision("dispatched", of_places, choice, places)
-    if calls is not None:
-        return _with_known_mode(main, held, options, compile_target, calls, "It was so in the file.", choice)
-    if options.calledGraphs == "kept" and compile_target.platform == "tpu":
+    asked, platform = options.calledGraphs, compile_target.platform
+    smallest = {"auto": SMALLEST, "kept": SMALLEST, "inlined": None}.get(asked, 1)
+    placement, placed = _placement(main, options, compile_target, changed, smallest)
+    segmentation = SegmentationPolicy(main, smallest, placement)
+    if placement is not None:
+        return Decision("dispatched", placed, segmentation, placement)
+    reroll = partial(Rerolling, main, resident)
+    if mode is not None:
+        least = 0 if asked != "auto" else REPEATED if platform == "cpu" else WITHOUT_PRODUCTS
+        return _in_mode(mode, "It was so in the file.", segmentation, partial(reroll, from_saved=least))
+    if asked == "kept" and platform == "tpu":
         reason = "`ir.options.calledGraphs` is 'kept', but XLA for TPUs writes out every call."
-        return Decision("inlined", reason + of_places, choice)
-    if options.calledGraphs != "auto":
-        reason = f"`ir.options.calledGraphs` is {options.calledGraphs!r}.{of_places}"
-        return _with_known_mode(main, held, options, compile_target, options.calledGraphs, reason, choice)
-    if compile_target.platform != "cpu":
-        an_op = SECONDS_AN_OP.get(compile_target.platform, max(SECONDS_AN_OP.values()))
-        return _on_accelerators(main, held, choice, of_places, options.compareSeconds, an_op)
-    return _on_cpus(main, held, choice, of_places)
+        decision = Decision("inlined", reason, segmentation)
+    elif asked != "auto":
+        decision = _in_mode(asked, f"`ir.options.calledGraphs` is {asked!r}.", segmentation, reroll)
+    elif platform == "cpu":
+        decision = _on_cpus(segmentation, reroll)
+    else:
+        seconds_an_op = SECONDS_AN_OP.get(platform, max(SECONDS_AN_OP.values()))
+        seconds = segmentation.total_size * seconds_an_op
+        decision = _on_accelerators(segmentation, reroll, seconds, options.compareSeconds)
+    return decision._replace(reason=decision.reason + placed)
 
 
-def _with_known_mode(
-    main: Graph,
-    held: Collection[Tensor],
-    options: SessionOptions,
-    compile_target: CompileTarget,
-    calls: str,
-    reason: str,
-    choice: SegmentationPolicy,
-) -> Decision:
-    """Decision for a known compilation mode."""
-    if calls not in ("rolled", "batched"):
-        return Decision(calls, reason, choice)
-    automatic = REPEATED if compile_target.platform == "cpu" else WITHOUT_PRODUCTS
-    rerolling = _rolled(main, held, automatic if options.calledGraphs == "auto" else 0, calls == "batched")
-    return Decision(calls, reason, choice, rerolling=rerolling, written_out=rerolling.unrolled_graphs)
+def _in_mode(mode: str, reason: str, segmentation: SegmentationPolicy, reroll: Reroll) -> Decision:
+    """Decision for a known mode."""
+    if mode not in ("rolled", "batched"):
+        return Decision(mode, reason, segmentation)
+    rerolling = reroll(batches_updates=mode == "batched")
+    return Decision(mode, reason, segmentation, rerolling=rerolling, unrolled_graphs=rerolling.unrolled_graphs)
 
 
-def _on_cpus(main: Graph, held: Collection[Tensor], choice: SegmentationPolicy, of_places: str) -> Decision:
+def _on_cpus(segmentation: SegmentationPolicy, reroll: Reroll) -> Decision:
     """Decision for CPUs, where XLA keeps calls and compiles each call."""
-    if not choice.repeated:
+    if not segmentation.repeated:
         reason = (
             f"No graph of {SMALLEST} ops or more is called twice; a plan, in which such graphs are compiled by "
             "themselves, would save nothing."
         )
-        return Decision("kept", reason + of_places, choice)
-    again = f"In one program XLA would compile {choice.repeated} ops again that it has compiled already"
-    if not choice.is_worth_it():
-        return Decision("kept", f"{again}; a plan pays from {REPEATED} on.{of_places}", choice)
-    if not choice.has_large_calls():  # as iterations of a loop they cost no dispatch
-        rerolling = _rolled(main, held, REPEATED)
-        if 2 * rerolling.saved >= choice.repeated:
+        return Decision("kept", reason, segmentation)
+    again = f"In one program XLA would compile {segmentation.repeated} ops again that it has compiled already"
+    if segmentation.repeated >= REPEATED and not segmentation.has_large_calls():
+        rerolling = reroll(from_saved=REPEATED)  # as iterations of a loop such calls cost no dispatch
+        if 2 * rerolling.saved >= segmentation.repeated:
             reason = f"{again}, in calls so small that dispatching them would take time. {rerolling.summary()}"
-            return Decision(
-                "rolled", reason + of_places, choice, rerolling=rerolling, written_out=rerolling.unrolled_graphs
-            )
-    return Decision("dispatched", f"{again}; a plan pays from {REPEATED} on.{of_places}", choice)
+            unrolled = rerolling.unrolled_graphs
+            return Decision("rolled", reason, segmentation, rerolling=rerolling, unrolled_graphs=unrolled)
+    mode = "dispatched" if segmentation.repeated >= REPEATED else "kept"
+    return Decision(mode, f"{again}; a plan pays from {REPEATED} on.", segmentation)
 
 
-def _on_accelerators(
-    main: Graph, held: Collection[Tensor], choice: SegmentationPolicy, of_places: str, limit: float, an_op: float
-) -> Decision:
+def _on_accelerators(segmentation: SegmentationPolicy, reroll: Reroll, seconds: float, limit: float) -> Decision:
     """Decision for accelerators, where compilers inline calls, or fuse nothing inside kept calls. Plans are the last
     choice: they prevent fusion across segments, and copy values between segments.
 
     Args:
-        main, held: as for `decide`.
-        choice: selection of calls as segments.
-        of_places: reason for a single device.
-        limit: limit in seconds of the compile time of an unrolled program that is compiled for comparison.
-        an_op: compile time of one op in seconds.
+        seconds: compile time of the unrolled program.
+        limit: upper limit of that, for programs that are compiled for comparison.
     """
-    rerolling = _rolled(main, held, WITHOUT_PRODUCTS, batches_updates=True)
+    rerolling = reroll(from_saved=WITHOUT_PRODUCTS, batches_updates=True)
     loops, tighter = ("batched", ("rolled",)) if rerolling.has_batches else ("rolled", ())
-    written_out = rerolling.unrolled_graphs
-    size, again = choice.size(main.ops), rerolling.saved
-    if again < ROLLED:
-        what = f"Loops would save XLA {again} ops that it has compiled already; they are thought of from {ROLLED} on."
-        reason = what if rerolling.loops else "Nothing is called again in a pattern."
-        rest = (*(loops, *tighter) * bool(rerolling.loops), "dispatched")
-        return Decision("inlined", reason + of_places, choice, rest=rest, written_out=written_out)
-    saved = f"Loops would save XLA {again} ops that it has compiled already"
-    if size * an_op <= limit:
-        reason, rest = f"{saved}, and cost more in a run.", (*tighter, "dispatched")
-        return Decision("inlined", reason + of_places, choice, others=(loops,), rest=rest, written_out=written_out)
-    if size * an_op <= LONGEST:
-        told = "Nothing was compared: that would take longer than `ir.options.compareSeconds` says."
-        reason, rest = (
-            f"{saved}, and nearly always cost more in a run. {told}{of_places}",
-            (loops, *tighter, "dispatched"),
+    unrolled = Decision("inlined", "", segmentation, unrolled_graphs=rerolling.unrolled_graphs)
+    again = f"Loops would save XLA {rerolling.saved} ops that it has compiled already"
+    if rerolling.saved < ROLLED:
+        reason = f"{again}; they are thought of from {ROLLED} on."
+        if not rerolling.loops:
+            return unrolled._replace(reason="Nothing is called again in a pattern.", fallbacks=("dispatched",))
+        return unrolled._replace(reason=reason, fallbacks=(loops, *tighter, "dispatched"))
+    if seconds <= limit:
+        reason = f"{again}, and cost more in a run."
+        return unrolled._replace(reason=reason, compared=(loops,), fallbacks=(*tighter, "dispatched"))
+    if seconds <= LONGEST:
+        reason = (
+            f"{again}, and nearly always cost more in a run. Nothing was compared: that would take longer than "
+            "`ir.options.compareSeconds` says."
         )
-        return Decision("inlined", reason, choice, rest=rest, written_out=written_out)
-    reason = f"{rerolling.summary()} To compile all {size} ops would take hours.{of_places}"
-    rest = (*tighter, "inlined", "dispatched")
-    return Decision(loops, reason, choice, rerolling=rerolling, rest=rest, written_out=written_out)
-
-
-def _rolled(main: Graph, held: Collection[Tensor], from_saved: int = 0, batches_updates: bool = False) -> Rerolling:
-    """The loops of a program."""
-    from runtime.plan.loop_rerolling.rerolling import Rerolling  # of no use on CPUs, unless requested
-
-    return Rerolling(main, held, from_saved, batches_updates)
+        return unrolled._replace(reason=reason, fallbacks=(loops, *tighter, "dispatched"))
+    reason = f"{rerolling.summary()} To compile all {segmentation.total_size} ops would take hours."
+    fallbacks = (*tighter, "inlined", "dispatched")
+    return unrolled._replace(mode=loops, reason=reason, rerolling=rerolling, fallbacks=fallbacks)
 
 
 def _placement(
@@ -178,32 +163,29 @@ def _placement(
 ) -> tuple[IpuPlacement | None, str]:
     """IPU placement, if each IPU is a separate device; plus a sentence explaining why or why not."""
     count, found = compile_target.count, len(compile_target.devices)
-    places = IpuPlacement(main, count)
-    needed = len(places.ipus) * count
-    if len(places.ipus) <= 1:
+    placement = IpuPlacement(main, count)
+    needed = len(placement.ipus) * count
+    if len(placement.ipus) <= 1:
         return None, ""
-    shown = ", ".join(map(str, places.ipus))
+    shown = ", ".join(map(str, placement.ipus))
     placed = f"Ops are on the IPUs {shown}, and each of these is a device of its own."
-    if found >= needed and compile_target.has_parts_elsewhere(len(places.ipus)):
+    if found >= needed and compile_target.has_parts_elsewhere(len(placement.ipus)):
         if options.placement == "one":
             raise PopxlError(
                 "Session: `ir.options.placement` is 'one', and each process drives some of the IPUs of its replicas. "
                 "Set it to 'auto', or start so many instances that each gets whole replicas."
             )
-        return places, placed
+        return placement, placed
     if options.placement == "one":
         why = "`ir.options.placement` says so"
     elif found < needed:
         why = f"with {count} replica(s) they would need {needed}, and {found} can be used"
     elif (
-        options.placement == "auto" and compile_target.platform == "cpu" and not _pays(main, changed, smallest, places)
+        options.placement == "auto"
+        and compile_target.platform == "cpu"
+        and not plan_of(main, SegmentationPolicy(main, smallest, placement), (), changed).is_worthwhile()
     ):
         why = "there is so little work that a CPU would take longer to share it out than to do it"
     else:
-        return places, placed
-    return None, f" The {len(places.ipus)} IPUs of a replica are all on one device: {why}."
-
-
-def _pays(main: Graph, changed: Sequence[Tensor], smallest: int | None, places: IpuPlacement) -> bool:
-    """Whether distributing the work over cores makes a CPU faster."""
-    return plan_of(main, SegmentationPolicy(main, smallest, places), (), changed).is_worthwhile()
+        return placement, placed
+    return None, f" The {len(placement.ipus)} IPUs of a replica are all on one device: {why}."

@@ -14,9 +14,9 @@ from popxl.core.traits import chooses
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
 from runtime.lowering.channels import Channel
-from runtime.plan.choice import SegmentationPolicy
 from runtime.plan.compile_options import CompileOptions
 from runtime.plan.repeats import spans
+from runtime.plan.segmentation import SegmentationPolicy
 from runtime.plan.segments import HostControlFlow, Key, Run, Segment, Step, SubPlan, Values
 from runtime.plan.structure import Structure, structure_of
 
@@ -36,11 +36,11 @@ class LiveRange(NamedTuple):
 
 
 def plan_of(
-    main: Graph, choice: SegmentationPolicy, owned: Iterable[Tensor], live_out: Iterable[Tensor]
+    main: Graph, segmentation: SegmentationPolicy, owned: Iterable[Tensor], live_out: Iterable[Tensor]
 ) -> PlanBuilder:
     """Plan a main graph, with the graphs that the host executes. Arguments as for `PlanBuilder`."""
     with raised_recursion_limit(FRAMES * nesting(main)):
-        return PlanBuilder(main.ops, choice, owned, live_out).build()
+        return PlanBuilder(main.ops, segmentation, owned, live_out).build()
 
 
 class PlanBuilder:
@@ -48,7 +48,7 @@ class PlanBuilder:
 
     Args:
         ops: ops of the graph, and further ops after them.
-        choice: selection of calls as segments, and placement of ops.
+        segmentation: selection of calls as segments, and placement of ops.
         owned: storages without other owners at the start.
         live_out: storages whose values are needed at the end.
         ipu: IPU of storages that no step uses.
@@ -65,15 +65,15 @@ class PlanBuilder:
     def __init__(
         self,
         ops: Iterable[Op],
-        choice: SegmentationPolicy,
+        segmentation: SegmentationPolicy,
         owned: Iterable[Tensor],
         live_out: Iterable[Tensor],
         ipu: int = 0,
         is_whole: bool = False,
     ) -> None:
-        self._choice = choice
+        self._segmentation = segmentation
         ops = tuple(ops)
-        self._stacks = {op: stacks for op in ops if (stacks := choice.stacks(op))}
+        self._stacks = {op: stacks for op in ops if (stacks := segmentation.stacks(op))}
         spelled_out = tuple(self._with_stack_allocations(ops))
         self._storages = storages(spelled_out)
         written = (s for op in spelled_out for i in sorted(op.modified) for s in self._storages[op.inputs[i]])
@@ -99,7 +99,7 @@ class PlanBuilder:
                 self.owned.update(step.makes)
                 self._insert_copies(step, {t: step.ipu for t in step.reads})
                 step.keys = {t: (t, step.ipu) for t in step.reads if self.final_ipus[t] != step.ipu}
-                self._record_results(step, {t: self._choice.result_ipu(t, step.ipu) for t in step.makes})
+                self._record_results(step, {t: self._segmentation.result_ipu(t, step.ipu) for t in step.makes})
             else:
                 self._plan_control_flow(step)
         for t in self._live_out:
@@ -121,9 +121,9 @@ class PlanBuilder:
         runs: list[list[Op]] = [[]]  # host control flow, or ops in between, or a call with the ops after it
         ipu = self._ipu_of
         for op in ops:
-            if self._choice.is_host_executed(op):
+            if self._segmentation.is_host_executed(op):
                 runs += [[op], []]
-            elif self._choice.is_segment(op):
+            elif self._segmentation.is_segment(op):
                 runs.append([op])
             elif op.kind.view is None:  # a view is made when a reader looks through it
                 if runs[-1] and ipu(runs[-1][0]) != ipu(op):
@@ -133,9 +133,9 @@ class PlanBuilder:
         count = Counter(codes)
         lengths = sorted({len(run) for run, code in zip(runs, codes, strict=True) if count[code] > 1}, reverse=True)
         for run, code in zip(runs, codes, strict=True):
-            if run and self._choice.is_host_executed(run[0]):
+            if run and self._segmentation.is_host_executed(run[0]):
                 yield self._control_flow(run[0])
-            elif len(run) > 1 and count[code] == 1 and self._choice.is_segment(run[0]):
+            elif len(run) > 1 and count[code] == 1 and self._segmentation.is_segment(run[0]):
                 known = (n for n in lengths if 0 < n < len(run) and count[self._structure(run[:n])] > 1)
                 end = next(known, 1)
                 yield self._segment(run[:end])
@@ -145,7 +145,7 @@ class PlanBuilder:
 
     def _structure(self, ops: Sequence[Op]) -> Structure:
         """The structure of some ops."""
-        return structure_of(tuple(self._choice.encoded(ops, self.changed).code))
+        return structure_of(tuple(self._segmentation.encoded(ops, self.changed).code))
 
     def _is_immutable(self, t: Tensor) -> bool:
         """Whether a storage is immutable: a constant without modifications."""
@@ -178,12 +178,12 @@ class PlanBuilder:
             yield SubPlan(run.graph, (*given, *kept), fixed, (*returned, *written, *kept), again)
 
     def _segment(self, ops: Sequence[Op]) -> Segment:
-        encoding = self._choice.encoded(ops, self.changed)
+        encoding = self._segmentation.encoded(ops, self.changed)
         made = dict.fromkeys(t for op in ops for t in op.outputs if t.origin is t)
         made |= dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._storages[op.inputs[i]])
         ipu = self._ipu_of(ops[0])
         reads = tuple(t for t in encoding.roots if not self._is_immutable(t))
-        size = self._choice.size(ops)
+        size = self._segmentation.size(ops)
         return Segment(reads, tuple(made), ipu=ipu, ops=tuple(ops), size=size, encoding=encoding)
 
     def _find_last_uses(self, needed: set[Tensor]) -> None:
@@ -225,7 +225,7 @@ class PlanBuilder:
 
     def _ipu_of(self, op: Op) -> int:
         """IPU of an op."""
-        return self._ipu if self._is_whole else self._choice.ipu_of(op)
+        return self._ipu if self._is_whole else self._segmentation.ipu_of(op)
 
     def _locate(self, t: Tensor, ipu: int) -> int:
         """IPU of a storage, defaulting to `ipu` on first use."""
@@ -274,18 +274,18 @@ class PlanBuilder:
         kept = {inner for _, inner in subplan.results}
         if step.iterations > 1:
             owned &= {t for origin, t in subplan.arguments if subplan.carried[t] is not t or origin in step.makes}
-            owned -= self._choice.not_owned[step.op]
+            owned -= self._segmentation.not_owned[step.op]
             kept.update(subplan.carried.values())
         last = tuple(stack.write for stack in self._stacks.get(step.op, ()))
         while True:
-            is_whole = self._is_whole or not self._choice.is_on_several(step.op)
+            is_whole = self._is_whole or not self._segmentation.is_on_several(step.op)
             ops = (*subplan.graph.ops, *last)
-            subplan.plan = PlanBuilder(ops, self._choice, owned, kept, step.ipu, is_whole).build()
+            subplan.plan = PlanBuilder(ops, self._segmentation, owned, kept, step.ipu, is_whole).build()
             passed = Counter(subplan.carried.values())
             lost = {t for t in owned if passed[subplan.carried[t]] > 1 or subplan.carried[t] not in subplan.plan.owned}
             if step.iterations == 1 or not lost:
                 break
-            self._choice.not_owned[step.op] |= lost
+            self._segmentation.not_owned[step.op] |= lost
             owned -= lost
         returned = Counter(inner for _, inner in subplan.results)
         inputs = {t for _, t in subplan.arguments}
@@ -345,7 +345,7 @@ class PlanBuilder:
         segments = [(step, times) for step, times in self.all_steps() if isinstance(step, Segment)]
         copies = sum(len(step.copies) * times for step, times in self.all_steps())
         copies += sum(sum(p != step.ipu for p in step.result_ipus.values()) * times for step, times in segments)
-        numbers = sum(self._choice.numbers(step.ops) * times for step, times in segments)
+        numbers = sum(self._segmentation.numbers(step.ops) * times for step, times in segments)
         return numbers >= WORTHWHILE * (copies + sum(times for _, times in segments))
 
     def prepare(self, options_at: Mapping[int, CompileOptions], ipu: int) -> None:

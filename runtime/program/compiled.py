@@ -43,11 +43,11 @@ class Precompiled:
     """Compilation results known in advance: the mode of compiling called graphs, possibly also executables.
 
     Attributes:
-        calls: form of called graphs, as in `Layout.calls`.
+        mode: as in `Layout.mode`.
         executables: executables from a file, as returned by `CompiledProgram.executables`.
     """
 
-    calls: str
+    mode: str
     executables: Sequence[Any] | None = None
 
 
@@ -58,7 +58,7 @@ class CompiledProgram:
     Attributes:
         device: device of the program.
         layout: placement of its variables, remote buffers and streams.
-        reason: reason for the form of called graphs, in a sentence or two.
+        reason: reason for the mode of called graphs, in a sentence or two.
         executable: a JAX executable, or a `runtime.plan.plan.Plan`.
         ends: for a plan, the executables at the beginning and the end of a run.
         text: function that returns its StableHLO.
@@ -101,9 +101,9 @@ _cached: WeakSet[Structure] = WeakSet()  # segments that may have come from a fi
 
 def compile_program(ir: Ir, device: Device, known: Precompiled | None = None) -> CompiledProgram:
     """Compile an Ir for a device."""
-    layout = layout_for(ir, device, None if known is None else known.calls)
+    layout = layout_for(ir, device, None if known is None else known.mode)
     if known is None or known.executables is None:
-        cache = compiling(ir, device, layout.calls, layout.prints, is_serializable(layout))
+        cache = compiling(ir, device, layout.mode, layout.prints, is_serializable(layout))
         return _compiled(device, layout, cache)
     return _compiled(device, layout, nullcontext(True), known.executables)
 
@@ -180,7 +180,7 @@ def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Function for one run of the entire program, and its argument types."""
     scheduling = ProgramOrder() if layout.rerolling is None else layout.rerolling
     in_order = not (layout.buffers and layout.compile_options_for(None).slots.memory_kind == HOST)
-    lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, scheduling, in_order)
+    lowering = Lowering(layout.main.ops, layout.options, layout.mode == "kept", layout.replicas, scheduling, in_order)
     own = tuple(block for block in layout.constant if not layout.is_replicated(block))
     shared = tuple(block for block in layout.constant if layout.is_replicated(block))
 

@@ -16,11 +16,11 @@ from runtime.targets.devices import Device
 from runtime.targets.mesh import dimensions_of
 
 
-def layout_for(ir: Ir, device: Device, calls: str | None = None) -> Layout:
+def layout_for(ir: Ir, device: Device, mode: str | None = None) -> Layout:
     """Lay out a program for a device.
 
     Args:
-        calls: form of called graphs, if it is already decided.
+        mode: mode of called graphs, if it is already decided.
 
     Raises:
         PopxlError: if the program cannot run there.
@@ -30,20 +30,20 @@ def layout_for(ir: Ir, device: Device, calls: str | None = None) -> Layout:
     is_divided = len({each.process_index for each in device.jax_devices}) > 1 and device.target is None
     count = ir.replication_factor if is_divided else ir.instance_replication_factor
     compile_target = CompileTarget(device.jax_devices, count, device.target is None, dimensions, ir.adjacent_replicas)
-    layout = lay_out(ir, compile_target, calls)
+    layout = lay_out(ir, compile_target, mode)
     if is_divided:
         processes.check_stages(len(layout.compile_options))
     device.check_parts([options.replicas.devices for options in layout.compile_options.values()])
     return layout
 
 
-def lay_out(ir: Ir, compile_target: CompileTarget, calls: str | None = None) -> Layout:
+def lay_out(ir: Ir, compile_target: CompileTarget, mode: str | None = None) -> Layout:
     """Lay out a program for a compile target; see `layout_for`."""
     main = ir.main_graph
     resident, written = held_variables(main), written_tensors(main)
     changed = tuple(t for t in resident if t in written)
     _check(main)
-    decision = decide(main, ir.options, compile_target, resident, changed, calls)
+    decision = decide(main, ir.options, compile_target, resident, changed, mode)
     layout = Layout(ir, compile_target, resident, changed, decision)
     if ir.options.remoteBuffers != "device" and compile_target.platform == "tpu":
         remote.check_width(layout.buffers, main)

@@ -44,7 +44,7 @@ class Layout:
     Args:
         resident: storages of its variables on the device, and the variables; see the attribute.
         changed: storages among these of variables that it changes.
-        decision: form of called graphs, and the IPUs of ops.
+        decision: mode of called graphs, and the IPUs of ops.
 
     Attributes:
         stages: its stages, if some belong to other processes.
@@ -67,9 +67,10 @@ class Layout:
         counts: number of transfers of each stream in one run.
         prints: whether it prints from the device.
         uses_x64: whether it uses 64-bit numbers.
-        calls: form of called graphs: see the option `calledGraphs`.
+        mode: mode of called graphs: see the option `calledGraphs`.
         rerolling: loops of rerolled calls, if there are any.
-        options: compile options of ops, by IPU if IPUs are separate devices; else by 0, which represents all.
+        options: options of the Ir.
+        compile_options: compile options of ops, by IPU if IPUs are separate devices; else by 0, which represents all.
     """
 
     def __init__(
@@ -103,15 +104,15 @@ class Layout:
         self.counts = transfers_of(main)
         ops = (op for graph in reachable(main) for op in graph.ops)
         self.uses_x64 = any(t.dtype.is_wide for op in ops for t in (*op.inputs, *op.outputs))
-        self.calls, places, self.rerolling = decision.calls, decision.places, decision.rerolling
-        self._choice = decision.choice if self.calls == "dispatched" else None
+        self.mode, placement, self.rerolling = decision.mode, decision.placement, decision.rerolling
+        self._segmentation = decision.segmentation if self.mode == "dispatched" else None
         packed = () if self.rerolling is None else self.rerolling.packed
         self.changing = blocks_of(self.changed, packed)
         changing = {t for block in self.changing for t in block.tensors}
         self.constant = blocks_of((t for t in self.read if t not in changing), packed)
-        ipus = (0,) if places is None else places.ipus
+        ipus = (0,) if placement is None else placement.ipus
         compile_targets = (
-            [compile_target] if places is None else [compile_target.of_ipu(i, len(ipus)) for i in range(len(ipus))]
+            [compile_target] if placement is None else [compile_target.of_ipu(i, len(ipus)) for i in range(len(ipus))]
         )
         self.compile_options: Mapping[int, CompileOptions] = {
             ipu: CompileOptions(each, self.options, self.uses_x64)
@@ -122,7 +123,7 @@ class Layout:
         self.divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
         # A plan knows only one kind of arrays.
         alike = {t for t in self.read if t is self.resident[t] and t.replica_grouping.num_groups == 1}
-        alone = [b for b in self.constant if alike.issuperset(b.tensors) and self.calls != "dispatched"]
+        alone = [b for b in self.constant if alike.issuperset(b.tensors) and self.mode != "dispatched"]
         self.shared = frozenset(t for block in alone if self.replicas.count > 1 for t in block.tensors)
 
     # Where it is ----------------------------------------------------------------------------------------------------
@@ -139,13 +140,13 @@ class Layout:
         return steps.initial_ipus | steps.homes(), [steps]
 
     def _new_steps(self) -> PlanBuilder:
-        assert self._choice is not None
-        return plan_of(self.main, self._choice, self.changed, self.changed)
+        assert self._segmentation is not None
+        return plan_of(self.main, self._segmentation, self.changed, self.changed)
 
     def steps(self) -> PlanBuilder | None:
         """Steps executed by the host, for planned programs; else `None`. Each plan owns separate steps, which store its
         compiled segments."""
-        if self._choice is None:
+        if self._segmentation is None:
             return None
         _, spare = self._planned
         return spare.pop() if spare else self._new_steps()
@@ -153,7 +154,7 @@ class Layout:
     @property
     def homes(self) -> Mapping[Any, int]:
         """Plan locations of variables, streams and buffers."""
-        return {} if self._choice is None else self._planned[0]
+        return {} if self._segmentation is None else self._planned[0]
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:

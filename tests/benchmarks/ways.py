@@ -152,7 +152,7 @@ def of_gpt(sizes: Sizes, way: str, open_until: ExitStack) -> Callable[[], Compil
 def _ours(way: str, session: popxl.Session, feed: popxl.HostToDeviceData, loss: popxl.DeviceToHostStream) -> Compiled:
     """A session, and which way `auto` took."""
     program = session.program
-    told = f"auto: {program.layout.calls}" if way == "auto" else way
+    told = f"auto: {program.layout.mode}" if way == "auto" else way
     return Compiled(told, lambda: np.asarray(session.run(feed)[loss]), program.temporaries(), len(program.text()))
 
 

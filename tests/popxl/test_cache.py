@@ -16,7 +16,7 @@ from popxl import ops
 from popxl.base import log
 from popxl.base.container import pack, unpack
 from popxl.op import OpKind
-from runtime.files.cache import KIND, cached_mode, keep_way
+from runtime.files.cache import KIND, cache_mode, cached_mode
 from runtime.plan import structure
 from runtime.targets.devices import find_device
 
@@ -336,7 +336,7 @@ def test_the_way_that_was_the_best_is_kept(folder, capfd):
     ir, other = Program().ir, Program(step=0.25).ir
     device = find_device("ipu_hw", ir)
     assert cached_mode(ir, device) is None
-    keep_way(ir, device, "rolled")
+    cache_mode(ir, device, "rolled")
     assert cached_mode(ir, device) == "rolled" and cached_mode(other, device) is None
     (file,) = folder.glob("*.way")
     file.write_bytes(b"inlined")

@@ -113,9 +113,9 @@ def test_calls_are_kept_on_cpus_only(ir):
     """Unless somebody asks for it; and XLA for TPUs could not."""
     with ir.main_graph:
         updates(ir)
-    assert [layout_for(ir, platform).calls for platform in ("cpu", "tpu", "cuda")] == ["kept", "inlined", "inlined"]
+    assert [layout_for(ir, platform).mode for platform in ("cpu", "tpu", "cuda")] == ["kept", "inlined", "inlined"]
     ir.options.calledGraphs = "kept"
-    assert [layout_for(ir, platform).calls for platform in ("tpu", "cuda")] == ["inlined", "kept"]
+    assert [layout_for(ir, platform).mode for platform in ("tpu", "cuda")] == ["inlined", "kept"]
 
 
 def test_chunks_of_sums_lie_in_whole_rows_and_blocks():

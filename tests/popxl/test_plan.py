@@ -378,7 +378,7 @@ def test_the_session_chooses(count: int, size: int, way: str) -> None:
     """By how much XLA would compile again, and how much a call computes. `deep` in NumPy says the same."""
     x = np.linspace(-1, 1, size, dtype=np.float32)
     session = popxl.Session(deep(count, x))
-    assert session.program.layout.calls == way
+    assert session.program.layout.mode == way
     for _ in range(20 * count):
         x = np.tanh(x) + 1
     with session:

@@ -679,9 +679,9 @@ def test_where_no_calls_are_kept(count: int, seconds: float, ways: tuple[str, ..
         return ws
 
     found = on_a_tpu(build, seconds)
-    assert (found.calls, *found.others) == ways
+    assert (found.mode, *found.compared) == ways
     loops = ["batched"] * (seconds == 0 or count == TURNS) + ["rolled"] * (count > 2)
-    assert found.rest == (*loops, "dispatched")
+    assert found.fallbacks == (*loops, "dispatched")
     assert (f"they are thought of from {ROLLED} on" in found.reason) == (count == TURNS)
     assert ("compareSeconds" in found.reason) == (seconds == 0)
 
@@ -694,7 +694,7 @@ def test_what_would_take_hours_to_compile_is_rolled(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("runtime.plan.decision.LONGEST", 10)
     found = on_a_tpu(build, 0)
-    assert (found.calls, found.others, found.rest) == ("batched", (), ("rolled", "inlined", "dispatched"))
+    assert (found.mode, found.compared, found.fallbacks) == ("batched", (), ("rolled", "inlined", "dispatched"))
     assert "would take hours" in found.reason
 
 
@@ -712,7 +712,7 @@ def test_updates_alone_are_no_loop_on_accelerators() -> None:
         return ws
 
     found = on_a_tpu(build)
-    assert found.calls == "inlined"
+    assert found.mode == "inlined"
 
 
 def test_a_number_that_is_read_late_keeps_no_update_from_its_turn() -> None:

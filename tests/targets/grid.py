@@ -28,8 +28,8 @@ import popxl_addons as addons
 from popxl.base.version import VERSION
 from popxl.ir import Ir
 from popxl_addons import layers, optimizers
-from runtime import machine, ways
-from runtime.plan.choice import SegmentationPolicy
+from runtime import machine, mode_selection
+from runtime.plan.segmentation import SegmentationPolicy
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
 from runtime.program.laying_out import layout_for
 from runtime.targets.devices import Device
@@ -222,7 +222,7 @@ def found(point: Point) -> Found:
 def _comparing(results: list[Found]) -> Iterator[None]:
     """Within the block programs are compiled in both ways, and what the default would take is found out."""
 
-    def best(ir: Ir, device: Device) -> CompiledProgram:
+    def compile_fastest(ir: Ir, device: Device) -> CompiledProgram:
         layout = layout_for(ir, device)
         rolling = layout_for(ir, device, "batched").rerolling
         loops = "batched" if rolling is not None and rolling.has_batches else "rolled"
@@ -230,21 +230,21 @@ def _comparing(results: list[Found]) -> Iterator[None]:
         made = {way: compile_program(ir, device, Precompiled(way)) for way in both}
 
         def known(ir: Ir, device: Device, known: Precompiled | None = None) -> CompiledProgram:
-            return made[layout.calls if known is None else known.calls]
+            return made[layout.mode if known is None else known.mode]
 
-        with patch.object(ways, "compile_program", known):
-            program = ways.best(ir, device)
+        with patch.object(mode_selection, "compile_program", known):
+            program = mode_selection.compile_fastest(ir, device)
         results.append(
             Found(
-                program.layout.calls,
-                SegmentationPolicy(layout.main).size(layout.main.ops),
-                {way: ways.estimated(each) for way, each in made.items()},
+                program.layout.mode,
+                SegmentationPolicy(layout.main).total_size,
+                {way: mode_selection.run_cost(each) for way, each in made.items()},
                 {way: each.seconds for way, each in made.items()},
             )
         )
         return program
 
-    with patch.object(machine, "best", best):
+    with patch.object(machine, "compile_fastest", compile_fastest):
         yield
 
 

@@ -16,7 +16,7 @@ from runtime.plan.stacks import Stack, stacks_of
 from runtime.plan.structure import StructuralEncoder, Structure, Structures, encoded
 
 SMALLEST = 16
-"""A graph of fewer ops is not worth a dispatch of its own: it is part of the piece that calls it."""
+"""A graph of fewer ops is not worth a dispatch of its own: it is part of the segment that calls it."""
 
 REPEATED = 600
 """It pays to compile called graphs by themselves if XLA would otherwise compile this many ops that it has compiled
@@ -25,7 +25,7 @@ there on to keep the calls takes up to twice as long to compile and more; below,
 
 LARGE = 1_000_000
 """How many numbers a call reads and writes, on average, from which on a CPU runs a plan as fast as anything else. Calls
-of fewer are quicker as turns of a loop, which need no dispatch. (Measured likewise.)"""
+of fewer are quicker as iterations of a loop, which need no dispatch. (Measured likewise.)"""
 
 
 class SegmentationPolicy:
@@ -33,52 +33,49 @@ class SegmentationPolicy:
 
     Args:
         smallest: minimal number of ops of a segment. `None`: no calls are segments.
-        places: IPUs of the ops, if they are separate devices.
+        placement: IPUs of the ops, if they are separate devices.
 
     Attributes:
-        repeated: number of ops that XLA would compile repeatedly in a single program, and that a plan compiles once.
+        total_size: number of ops that XLA compiles in a single program without calls.
+        repeated: those among them that XLA would compile repeatedly, and that a plan compiles once.
         not_owned: inputs of loops that are known not to be owned in all iterations, so that planning nested loops
             determines this once.
     """
 
-    def __init__(self, main: Graph, smallest: int | None = SMALLEST, places: IpuPlacement | None = None) -> None:
+    def __init__(self, main: Graph, smallest: int | None = SMALLEST, placement: IpuPlacement | None = None) -> None:
         self._structures = Structures(main)
-        self._placement = places
+        self._placement = placement
         self.not_owned: defaultdict[Op, set[Tensor]] = defaultdict(set)
         self._numbers_in = cache(lambda graph: self.numbers(graph.ops))
-        for graph in () if places is None else callees_first(main)[:-1]:  # so that none has to look far
+        for graph in () if placement is None else callees_first(main)[:-1]:  # so that none has to look far
             self._numbers_in(graph)
         calls = Counter(self._structures.calls(main))
-        for graph in () if places is None else places.gone_through:
+        for graph in () if placement is None else placement.gone_through:
             calls += self._structures.calls(graph)
         sizes = {self._structures.of(graph): self._structures.size(graph) for graph in reachable(main)[1:]}
         self._segment_structures = {
             s for s, count in calls.items() if smallest is not None and count > 1 and sizes[s] >= smallest
         }
         self._main, self._calls = main, calls
-        self.repeated = self._repeated()
+        self.total_size = self.size(main.ops)
+        self.repeated = self.total_size - self._compiled_once()
 
-    def _repeated(self) -> int:
-        """Number of ops in segments beyond the first of each structure, ignoring segments nested in segments."""
-        around = [
-            graph for graph in callees_first(self._main) if self._structures.of(graph) not in self._segment_structures
-        ]
-        alone: dict[Graph, int] = {}
-        met: dict[Structure, int] = {}
-        for graph in around:
-            alone[graph] = 0
+    def _compiled_once(self) -> int:
+        """Number of ops outside of segments, and in one segment of each structure, ignoring nested segments."""
+        outside: dict[Graph, int] = {}
+        segments: dict[Structure, int] = {}
+        for graph in callees_first(self._main):
+            if self._structures.of(graph) in self._segment_structures:
+                continue
+            outside[graph] = 0
             for op in graph.ops:
-                alone[graph] += 1
+                outside[graph] += 1
                 for callee in op.called_graphs:
                     if is_call(op) and (structure := self._structures.of(callee)) in self._segment_structures:
-                        met[structure] = self._structures.size(callee)
+                        segments[structure] = self._structures.size(callee)
                     else:
-                        alone[graph] += alone[callee] if is_call(op) else self._structures.size(callee)
-        return self.size(self._main.ops) - alone[self._main] - sum(met.values())
-
-    def is_worth_it(self) -> bool:
-        """Whether the saved XLA compilation justifies a plan."""
-        return self.repeated >= REPEATED
+                        outside[graph] += outside[callee] if is_call(op) else self._structures.size(callee)
+        return outside[self._main] + sum(segments.values())
 
     def has_large_calls(self) -> bool:
         """Whether calls, on average, compute much longer than their dispatch takes."""

@@ -1,4 +1,4 @@
-"""Selection of the best compilation mode for called graphs: compiles candidate modes and compares their costs."""
+"""Selection of the fastest mode of called graphs: compiles candidate modes and compares their costs."""
 
 from __future__ import annotations
 
@@ -11,55 +11,52 @@ from popxl.ir import Ir
 from runtime.costs.executables import chip_of
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
-from runtime.files.cache import cached_mode, keep_way
+from runtime.files.cache import cache_mode, cached_mode
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
 from runtime.program.laying_out import layout_for
 from runtime.targets.compile_target import DoesNotFit
 from runtime.targets.devices import Device
 
 
-def best(ir: Ir, device: Device) -> CompiledProgram:
-    """Compile a program with the fastest mode that fits into memory, by estimate.
+def compile_fastest(ir: Ir, device: Device) -> CompiledProgram:
+    """Compile a program with the fastest mode of called graphs that fits into memory, by estimate.
 
     The candidates are in the layout of a program; see `runtime.plan.decision`. If a cache is on, it keeps the choice.
-    On CPUs, and where several processes run a program, nothing is compared.
+    On CPUs, and where several processes run a program, nothing is compared: processes would read other costs where
+    kernels were tuned otherwise.
 
     Raises:
-        DoesNotFit: if it does not fit in any form, according to the compiler.
+        DoesNotFit: if it does not fit with any mode, according to the compiler.
     """
     is_divided = device.target is None and len({each.process_index for each in device.jax_devices}) > 1
     if is_divided or device.jax_devices[0].platform == "cpu":
-        return compile_program(
-            ir, device
-        )  # as the layout says: processes would read other costs where kernels were tuned otherwise
-    way = cached_mode(ir, device)
-    if way is not None:
-        program = compile_program(ir, device, Precompiled(way))
+        return compile_program(ir, device)
+    if (mode := cached_mode(ir, device)) is not None:
+        program = compile_program(ir, device, Precompiled(mode))
         return replace(program, reason="It was the fastest when the program was first compiled; the cache knows.")
-    first = _tried(ir, device)
+    first = _compiled(ir, device)
     layout = first.layout if isinstance(first, CompiledProgram) else layout_for(ir, device)
     decision = layout.decision
-    if not decision.others and not decision.rest:
-        return _raise_if_failed(first)
-    tried = {layout.calls: first} | {way: _tried(ir, device, Precompiled(way)) for way in decision.others}
-    fitting = {way: program for way, program in tried.items() if _fits(ir, program)}
-    for way in decision.rest:
+    found = {decision.mode: first} | {mode: _compiled(ir, device, mode) for mode in decision.compared}
+    fitting = {mode: program for mode, program in found.items() if _fits(ir, program)}
+    for mode in decision.fallbacks:
         if not fitting:
-            tried[way] = _tried(ir, device, Precompiled(way))
-            fitting = {way: tried[way]} if _fits(ir, tried[way]) else {}
-    if not fitting or len(tried) == 1:
+            found[mode] = _compiled(ir, device, mode)
+            fitting = {mode: found[mode]} if _fits(ir, found[mode]) else {}
+    if not fitting or len(found) == 1:
         return _raise_if_failed(first)
-    costs = {way: estimated(_raise_if_failed(program)) for way, program in fitting.items()}
-    way = min(costs, key=lambda way: costs[way][0])
-    told = [f"{each}, {costs[each][1]}" if each in costs else f"{each}, too large for the memory" for each in tried]
-    keep_way(ir, device, way)
-    return replace(_raise_if_failed(fitting[way]), reason=f"It is the fastest by an estimate: {'; '.join(told)}.")
+    costs = {mode: run_cost(_raise_if_failed(program)) for mode, program in fitting.items()}
+    fastest = min(costs, key=lambda mode: costs[mode][0])
+    compared = [f"{mode}, {costs[mode][1]}" if mode in costs else f"{mode}, too large for the memory" for mode in found]
+    cache_mode(ir, device, fastest)
+    reason = f"It is the fastest by an estimate: {'; '.join(compared)}."
+    return replace(_raise_if_failed(fitting[fastest]), reason=reason)
 
 
-def _tried(ir: Ir, device: Device, known: Precompiled | None = None) -> CompiledProgram | Exception:
+def _compiled(ir: Ir, device: Device, mode: str | None = None) -> CompiledProgram | Exception:
     """Compiled program; or the compiler's error if it does not fit."""
     try:
-        return compile_program(ir, device, known)
+        return compile_program(ir, device, None if mode is None else Precompiled(mode))
     except DoesNotFit as problem:
         return problem
     except jax.errors.JaxRuntimeError as problem:
@@ -82,8 +79,8 @@ def _fits(ir: Ir, program: CompiledProgram | Exception) -> bool:
     return figures is None or memory_of_program(ir, program).device <= figures.memory_bytes
 
 
-def estimated(program: CompiledProgram) -> tuple[float, str]:
-    """Run cost, comparable between programs on the same chip, and its description."""
+def run_cost(program: CompiledProgram) -> tuple[float, str]:
+    """Cost of a run, comparable between programs on the same chip, and its description."""
     cost = cost_of(program)
     if cost.cycles is not None:
         return cost.cycles, f"{count_text(cost.cycles)} cycles a run"

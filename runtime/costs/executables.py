@@ -38,7 +38,7 @@ def texts(program: CompiledProgram) -> dict[str, str]:
     if not isinstance(program.executable, Plan):
         return {"the program": program.executable.as_text()}
     found: dict[str, str] = {}
-    for place, pair in program.ends.items():
+    for place, pair in program.executable.ends.items():
         for name, executable in zip(("feeds", "fetches"), pair, strict=True):
             found[_unused(f"{name} of IPU {place}" if len(program.layout.ipus) > 1 else name, found)] = (
                 executable.as_text()
@@ -62,5 +62,5 @@ def executables_of(program: CompiledProgram) -> Iterator[tuple[Structure | None,
     if not isinstance(program.executable, Plan):
         yield None, program.executable, 1
         return
-    yield from ((None, executable, 1) for pair in program.ends.values() for executable in pair)
+    yield from ((None, executable, 1) for pair in program.executable.ends.values() for executable in pair)
     yield from ((structure, structure.executable, times) for structure, times in program.executable.runs.items())

@@ -85,6 +85,7 @@ class Plan:
 
     Attributes:
         changed: storages that the program changes, at the start and at the end of the steps.
+        ends: as passed.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Plan:
         self._where = {c: ipu for ipu, cs in channels.items() for c in cs} | dict(buffers)
         self._options_at = options_at
         self._stages = stages_of(options_at)
-        self._ends = ends
+        self.ends = ends
         known = {*self._variables, *steps.changed}
         for step in steps.steps:
             for t in step.reads:
@@ -161,10 +162,10 @@ class Plan:
 
     def _initial_channels(self, ipu: int, given: Mapping[Channel, Array], run: Run) -> dict[Channel, Any]:
         """Initial channels of IPU `ipu`."""
-        if ipu not in self._ends:
+        if ipu not in self.ends:
             return {}
         here = self._channels[ipu]
-        begin, _ = self._ends[ipu]
+        begin, _ = self.ends[ipu]
         if begin is None:
             return {c: described_state(c, self._options_at[ipu]) for c in here}
         states = run.call(begin, lambda: "feeds", tuple(given[c] for c in here if c in given))
@@ -181,7 +182,7 @@ class Plan:
         """Output streams, and failed checks of each IPU."""
         fetches: dict[Channel, Array] = {}
         failures: list[Array] = []
-        for ipu, (_, end) in self._ends.items():
+        for ipu, (_, end) in self.ends.items():
             here = [c for c in self._channels[ipu] if not isinstance(c, HostToDeviceStream)]
             channels = run.channels(ipu, [c for c in here if c in self._shared])
             found = run.call(end, lambda: "fetches", [run.own_copy(channels.transfers(c)) for c in here])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -34,9 +34,6 @@ from runtime.progress import Watch
 from runtime.targets.compile_target import HOST
 from runtime.targets.devices import Device
 
-Ends = Mapping[int, tuple[Any, Any]]
-"""For the places with streams, what begins and ends a run of a plan there; see `runtime.plan.plan.Plan`."""
-
 
 @dataclass(frozen=True)
 class Precompiled:
@@ -60,7 +57,6 @@ class CompiledProgram:
         layout: placement of its variables, remote buffers and streams.
         reason: reason for the mode of called graphs, in a sentence or two.
         executable: a JAX executable, or a `runtime.plan.plan.Plan`.
-        ends: for a plan, the executables at the beginning and the end of a run.
         text: function that returns its StableHLO.
         seconds: the time that compiling took.
         is_cached: whether some executables may come from a file or a cache.
@@ -70,7 +66,6 @@ class CompiledProgram:
     layout: Layout
     reason: str
     executable: Any
-    ends: Ends
     text: Callable[[], str]
     seconds: float
     is_cached: bool
@@ -85,7 +80,7 @@ class CompiledProgram:
     def executables(self) -> tuple[Any, ...]:
         """All distinct JAX executables of the program, in deterministic order."""
         if isinstance(self.executable, Plan):
-            ends = (executable for pair in self.ends.values() for executable in pair if executable is not None)
+            ends = (each for pair in self.executable.ends.values() for each in pair if each is not None)
             return (*ends, *(structure.executable for structure in self.executable.structures))
         return (self.executable,)
 
@@ -111,7 +106,8 @@ def compile_program(ir: Ir, device: Device, known: Precompiled | None = None) ->
 def compile_uncached(program: CompiledProgram) -> CompiledProgram:
     """Recompile a program, bypassing executables from files and caches."""
     forget()
-    return replace(_compiled(program.device, program.layout, compiling_afresh()), reason=program.reason)
+    layout = layout_for(program.layout.main.ir, program.device, program.layout.mode)
+    return replace(_compiled(program.device, layout, compiling_afresh()), reason=program.reason)
 
 
 def _compiled(
@@ -125,15 +121,14 @@ def _compiled(
     """
     start = perf_counter()
     with layout.precision(), recursing_into(layout.main), cache as is_cached, Watch() as watch:
-        steps = layout.steps()
-        if steps is None:
-            executable, ends, text = _one_program(layout, executables, watch)
+        if layout.steps is None:
+            executable, text = _one_program(layout, executables, watch)
         else:
-            executable, ends, text = _plan(layout, steps, executables, watch)
-    if is_cached and isinstance(executable, Plan):
-        _cached.update(executable.structures)
+            executable = _plan(layout, layout.steps, executables, watch)
+            text = executable.text
+            _cached.update(executable.structures if is_cached else ())
     seconds = perf_counter() - start
-    return CompiledProgram(device, layout, layout.decision.reason, executable, ends, text, seconds, is_cached)
+    return CompiledProgram(device, layout, layout.decision.reason, executable, text, seconds, is_cached)
 
 
 def is_serializable(layout: Layout) -> bool:
@@ -147,14 +142,12 @@ def is_serializable(layout: Layout) -> bool:
 
 # As one program ------------------------------------------------------------------------------------------------------
 
-_Built = tuple[Any, Ends, Callable[[], str]]
 
-
-def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _Built:
-    """Compile the entire program as one executable."""
+def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> tuple[Any, Callable[[], str]]:
+    """Compile the entire program as one executable. Returns it, and a function that returns its StableHLO."""
     if known is not None:
         (executable,) = known
-        return executable, {}, executable.as_text
+        return executable, executable.as_text
     watch.begins("the program", 0, 1)
     lowered = lowered_program(layout)
 
@@ -167,7 +160,7 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
         return executable
 
     with CompilePool(1) as pool:
-        return pool.submit(compile).result(), {}, lowered.as_text
+        return pool.submit(compile).result(), lowered.as_text
 
 
 def lowered_program(layout: Layout) -> Any:
@@ -226,7 +219,7 @@ def end_run(
 # As a plan -----------------------------------------------------------------------------------------------------------
 
 
-def _plan(layout: Layout, steps: PlanBuilder, known: Sequence[Any] | None, watch: Watch) -> _Built:
+def _plan(layout: Layout, steps: PlanBuilder, known: Sequence[Any] | None, watch: Watch) -> Plan:
     """Compile the program as segments, executed sequentially by the host."""
     buffers = {buffer: layout.homes[buffer] for buffer in layout.buffers}
     channels = {ipu: _channels_in(ipu, layout, steps) for ipu in layout.compile_options}
@@ -242,7 +235,7 @@ def _plan(layout: Layout, steps: PlanBuilder, known: Sequence[Any] | None, watch
     streams = (layout.used_inputs, layout.outputs)
     plan = Plan(steps, layout.changed, layout.read, buffers, *streams, channels, layout.compile_options, ends, watch)
     del held  # the segments have them by now
-    return plan, ends, plan.text
+    return plan
 
 
 def _channels_in(ipu: int, layout: Layout, steps: PlanBuilder) -> tuple[Stream | Failure, ...]:

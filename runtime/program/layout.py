@@ -134,27 +134,16 @@ class Layout:
         return any(devices_meet(self.main.ops, options.replicas) for options in self.compile_options.values())
 
     @cached_property
-    def _planned(self) -> tuple[Mapping[Any, int], list[PlanBuilder]]:
-        """Plan locations of variables, streams and buffers; plus spare steps for the first plan."""
-        steps = self._new_steps()
-        return steps.initial_ipus | steps.homes(), [steps]
-
-    def _new_steps(self) -> PlanBuilder:
-        assert self._segmentation is not None
-        return plan_of(self.main, self._segmentation, self.changed, self.changed)
-
     def steps(self) -> PlanBuilder | None:
-        """Steps executed by the host, for planned programs; else `None`. Each plan owns separate steps, which store its
-        compiled segments."""
+        """Steps executed by the host, for planned programs; else `None`. They store the compiled segments."""
         if self._segmentation is None:
             return None
-        _, spare = self._planned
-        return spare.pop() if spare else self._new_steps()
+        return plan_of(self.main, self._segmentation, self.changed, self.changed)
 
-    @property
+    @cached_property
     def homes(self) -> Mapping[Any, int]:
         """Plan locations of variables, streams and buffers."""
-        return {} if self._segmentation is None else self._planned[0]
+        return {} if self.steps is None else self.steps.initial_ipus | self.steps.homes()
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:

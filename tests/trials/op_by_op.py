@@ -50,7 +50,7 @@ class OpByOp(Machine):
 
     def program(self, ir: popxl.Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
         layout = layout_for(ir, device, "inlined")
-        return CompiledProgram(device, layout, "", _Interpreter(layout), {}, str, 0.0, False)
+        return CompiledProgram(device, layout, "", _Interpreter(layout), str, 0.0, False)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +92,7 @@ class FunctionInterceptor(TorchFunctionMode):
                 return tracer.copied(*args)
             if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
                 tracer.hooks.append(f"A tensor of `forward` ({tracer.recorder.source()})")
-            if (composed := _composed(func)) is not None:
+            if (composed := COMPOSED.get(func)) is not None:
                 with self:
                     return composed(*args, **kwargs)
             if isinstance(func, torch._ops.HigherOrderOperator):
@@ -103,7 +102,7 @@ class FunctionInterceptor(TorchFunctionMode):
                     "functions give; where a model only runs, `poptorch.cond`."
                 )
             tracer.differentiates |= in_transform()
-            whole = None if in_transform() else _preserved_function(func)
+            whole = None if in_transform() else _by_function().get(func)
         args, kwargs = as_activation(func, *with_masks_of_bools(func, args, with_weight(func, kwargs)))
         if whole is None:
             results = func(*args, **kwargs)
@@ -128,17 +127,3 @@ _MAKE_DUAL = torch._VF._make_dual
 @cache
 def _by_function() -> dict[Any, PreservedFunction]:
     return {function: whole for whole in WHOLE for function in whole.functions}
-
-
-def _preserved_function(function: Any) -> PreservedFunction | None:
-    try:
-        return _by_function().get(function)
-    except TypeError:  # the argument is not hashable
-        return None
-
-
-def _composed(function: Any) -> Callable[..., Any] | None:
-    try:
-        return COMPOSED.get(function)
-    except TypeError:  # the argument is not hashable
-        return None

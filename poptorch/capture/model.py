@@ -7,7 +7,7 @@ line.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from poptorch.capture.devices import named_as_cpus
 from poptorch.capture.gradient_hooks import hooks_of, recording_hooks
 from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.host_state import HostState
-from poptorch.capture.modules import averaging, recurrent_in_any_dtype
+from poptorch.capture.modules import around_forward, averaging, recurrent_in_any_dtype
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.seeding import seeding
 from poptorch.capture.tensor_layout import TensorLayout
@@ -425,26 +425,18 @@ def _tensors_of(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.Ten
                     yield f"{path}.{name}" if path else name, t
 
 
-@contextmanager
-def _scopes(module: torch.nn.Module, scopes: list[str]) -> Iterator[None]:
+def _scopes(module: torch.nn.Module, scopes: list[str]) -> AbstractContextManager[None]:
     """Maintain a list of paths of running modules within a block."""
     paths = {each: path for path, each in module.named_modules()}
     entered: list[bool] = []
 
-    def enter(each: torch.nn.Module, args: Any) -> None:
+    def enter(each: torch.nn.Module) -> None:
         entered.append(bool(paths.get(each)))
         if entered[-1]:
             scopes.append(paths[each])
 
-    def leave(each: torch.nn.Module, args: Any, result: Any) -> None:
+    def leave(each: torch.nn.Module) -> None:
         if entered and entered.pop():
             scopes.pop()
 
-    from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return around_forward(enter, leave)

@@ -28,7 +28,7 @@ def averaging() -> AbstractContextManager[None]:
             changed.remove(id(module))
             module.momentum = None
 
-    return _around_forward(enter_batch_norm, exit_batch_norm)
+    return around_forward(enter_batch_norm, exit_batch_norm)
 
 
 def recurrent_in_any_dtype() -> AbstractContextManager[None]:
@@ -42,11 +42,11 @@ def recurrent_in_any_dtype() -> AbstractContextManager[None]:
     def exit_rnn(module: torch.nn.Module) -> None:
         vars(module).pop("check_input", None)
 
-    return _around_forward(enter_rnn, exit_rnn)
+    return around_forward(enter_rnn, exit_rnn)
 
 
 @contextmanager
-def _around_forward(
+def around_forward(
     before: Callable[[torch.nn.Module], None], after: Callable[[torch.nn.Module], None]
 ) -> Iterator[None]:
     """Run callbacks before and after `forward` of every module within a block, even if `forward` raises an error."""

@@ -96,18 +96,18 @@ def lower_batched(lowering: Lowering, loop: RerolledLoop, environment: Environme
         ]
 
     changed, results = jax.vmap(iteration)(
-        [_rows(slots[loop_input][0].stack.array, numbers[loop_input]) for loop_input in own]
+        [_rows(slots[loop_input][0].packed.array, numbers[loop_input]) for loop_input in own]
     )
     context.channels.resume(channels, channels.start, changed)
-    of_stack: dict[PackedArray, list[int]] = {}
+    by_array: dict[PackedArray, list[int]] = {}
     for n, loop_input in enumerate(written):
-        of_stack.setdefault(slots[loop_input][0].stack, []).append(n)
-    for stack, places in of_stack.items():
+        by_array.setdefault(slots[loop_input][0].packed, []).append(n)
+    for packed, places in by_array.items():
         rows = [number for n in places for number in numbers[written[n]]]
-        stack.array = _with_rows(stack.array, rows, [changed[n] for n in places])
+        packed.array = _with_rows(packed.array, rows, [changed[n] for n in places])
     for loop_output, values in zip(loop.outputs, results, strict=True):
-        stack = PackedArray(values)
-        environment.values.update((loop_output.by_iteration[i], PackedSlot(stack, n)) for n, i in enumerate(order))
+        packed = PackedArray(values)
+        environment.values.update((loop_output.by_iteration[i], PackedSlot(packed, n)) for n, i in enumerate(order))
 
 
 def _slot(environment: Environment, t: Tensor) -> PackedSlot:

@@ -151,12 +151,12 @@ class Iteration(NamedTuple):
     """Inputs of one loop iteration.
 
     Attributes:
-        stacks: packed array of the iteration for each packed array outside of the loop.
+        packed_arrays: packed array of the iteration for each packed array outside of the loop.
     """
 
     inputs: list[Array | PackedSlot]
     sharing: Sharing
-    stacks: dict[PackedArray, PackedArray]
+    packed_arrays: dict[PackedArray, PackedArray]
 
 
 class Loop:
@@ -177,30 +177,30 @@ class Loop:
         by_value = frozenset(range(self._carried)) | self._carried_too
         self._inputs = call_inputs(op, environment, EXTRA_INPUTS, by_value | self._sharing.positions)
         self._rows = {k: place for k, place in enumerate(self._inputs) if isinstance(place, PackedSlot)}
-        self._stacks = tuple(dict.fromkeys(row.stack for k, row in self._rows.items() if k in op.modified))
+        self._packed = tuple(dict.fromkeys(row.packed for k, row in self._rows.items() if k in op.modified))
         self._alone = op.modified - self._rows.keys() - self._sharing.positions
         contents = {k: self._inputs[k] for k in sorted(self._alone - self._carried_too)}
-        arrays = [stack.array for stack in self._stacks]
+        arrays = [packed.array for packed in self._packed]
         shared = {storage: self._sharing.values[storage] for storage in self._sharing.written}
         self.start = (tuple(self._inputs[: self._carried]), contents, arrays, shared)
 
     def rows(self) -> dict[Op, Array]:
         """Body ops that slice the iteration's row out of an input, with the bound tensor."""
         own = self.graph.inputs[EXTRA_INPUTS:]
-        bound = {row.producer: self._inputs[own.index(stack)] for row, stack in rows_of(self.graph).items()}
+        bound = {row.producer: self._inputs[own.index(whole)] for row, whole in rows_of(self.graph).items()}
         return {op: value for op, value in bound.items() if op is not None and not isinstance(value, PackedSlot)}
 
     def begin_iteration(self, state: Any, i: Array) -> Iteration:
         """Build the inputs of an iteration from the loop-carried state."""
         results_before, contents, arrays, shared = state
-        now = dict(zip(self._stacks, arrays, strict=True))
-        outside = dict.fromkeys(row.stack for row in self._rows.values())
-        stacks = {stack: stack.with_array(now.get(stack, stack.array)) for stack in outside}
+        now = dict(zip(self._packed, arrays, strict=True))
+        outside = dict.fromkeys(row.packed for row in self._rows.values())
+        packed_arrays = {packed: packed.with_array(now.get(packed, packed.array)) for packed in outside}
         values = list(self._inputs)
         for k, content in contents.items():
             values[k] = content
         for k, row in self._rows.items():
-            values[k] = PackedSlot(stacks[row.stack], row.number)
+            values[k] = PackedSlot(packed_arrays[row.packed], row.number)
         values[: self._carried] = results_before
         sharing = self._sharing.with_values(shared)
         if sharing:
@@ -208,23 +208,23 @@ class Loop:
             for k in sorted(sharing.positions.intersection(range(self._carried))):
                 storages.write(self._op.inputs[k], results_before[k])
             sharing = sharing.with_values(storages.values)
-        return Iteration([i, jnp.asarray(True), *values], sharing, stacks)
+        return Iteration([i, jnp.asarray(True), *values], sharing, packed_arrays)
 
     def end_iteration(self, iteration: Iteration, results: Results) -> tuple[Any, Sequence[Array]]:
         """Split the results of an iteration into loop-carried state and stacked results."""
-        values, stacks, written = iteration.inputs[EXTRA_INPUTS:], iteration.stacks, results.written
+        values, packed_arrays, written = iteration.inputs[EXTRA_INPUTS:], iteration.packed_arrays, results.written
         for k in self._rows.keys() & self._op.modified:
             write_back(written.get(k + EXTRA_INPUTS, values[k]), values[k])
         after = {k: load(written.get(k + EXTRA_INPUTS, values[k])) for k in sorted(self._alone - self._carried_too)}
         outputs = tuple(map(load, results.outputs[EXTRA_OUTPUTS:]))
-        arrays = [stacks[stack].array for stack in self._stacks]
+        arrays = [packed_arrays[packed].array for packed in self._packed]
         return (outputs[: self._carried], after, arrays, results.shared), outputs[self._carried :]
 
     def finish(self, state: Any, stacked: Sequence[Array], environment: Environment) -> None:
         """Write the results of a finished loop to the environment."""
         outputs, contents, arrays, shared = state
-        for stack, array in zip(self._stacks, arrays, strict=True):
-            stack.array = array
+        for packed, array in zip(self._packed, arrays, strict=True):
+            packed.array = array
         for t, value in zip(self._op.outputs, (*outputs, *stacked), strict=True):
             environment.write(t, value)
         for k in sorted(self._alone):

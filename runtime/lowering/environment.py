@@ -164,7 +164,7 @@ class Environment:
             joined = view_of(storage)
             if joined is None:
                 place = self.values.get(storage)
-                rows = len(place.stack.array) if isinstance(place, PackedSlot) else self._rows
+                rows = len(place.packed.array) if isinstance(place, PackedSlot) else self._rows
                 value = self._order.order_write(storage, value, rows)
                 if isinstance(place, PackedSlot):
                     place.write(value)

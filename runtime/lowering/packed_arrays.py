@@ -35,16 +35,16 @@ class PackedArray:
 class PackedSlot(NamedTuple):
     """One value of a packed array."""
 
-    stack: PackedArray
+    packed: PackedArray
     number: int
 
     def slice_value(self) -> Array:
         """Slice the current value."""
-        return lax.index_in_dim(self.stack.array, self.number, keepdims=False)
+        return lax.index_in_dim(self.packed.array, self.number, keepdims=False)
 
     def write(self, value: Array) -> None:
         """Update the value."""
-        self.stack.array = lax.dynamic_update_index_in_dim(self.stack.array, value, self.number, 0)
+        self.packed.array = lax.dynamic_update_index_in_dim(self.packed.array, value, self.number, 0)
 
 
 def load(place: Array | PackedSlot) -> Array:

@@ -169,21 +169,21 @@ class _ScanBuilder:
             pack_together(environment, storages)
         places = {t: tuple(map(environment.slot_or_value, t.by_iteration)) for t in known}
         slots = {t: rows for t, rows in places.items() if all(isinstance(row, PackedSlot) for row in rows)}
-        written = [rows[0].stack for t, rows in slots.items() if t.is_written]
+        written = [rows[0].packed for t, rows in slots.items() if t.is_written]
         self._invariant_slots = {t.storage: slots[t][0] for t in slots if t.is_invariant and has_loops}
         by_iteration = [t for t in slots if t.storage not in self._invariant_slots]
-        read = [t for t in by_iteration if not t.is_invariant or slots[t][0].stack in written]
+        read = [t for t in by_iteration if not t.is_invariant or slots[t][0].packed in written]
         unpacked = [t for t in known if t not in read and t.storage not in self._invariant_slots]
         self._unpacked = tuple(t for t in unpacked if t.is_written)
         self._invariant_values = {
             t.storage: environment.value_of(t.by_iteration[0]) for t in unpacked if not t.is_written
         }
         self._output_arrays = tuple(_allocate_output(each, environment) for each in self._stacked_outputs)
-        self._stacks = tuple(dict.fromkeys((*written, *self._output_arrays)))
+        self._packed = tuple(dict.fromkeys((*written, *self._output_arrays)))
         self._reads = tuple(_slices({t.storage: slots[t] for t in read}))
         made = {
-            m.storage: tuple(PackedSlot(stack, n) for n in range(len(m.rows) - len(m.by_iteration), len(m.rows)))
-            for m, stack in zip(self._stacked_outputs, self._output_arrays, strict=True)
+            m.storage: tuple(PackedSlot(packed, n) for n in range(len(m.rows) - len(m.by_iteration), len(m.rows)))
+            for m, packed in zip(self._stacked_outputs, self._output_arrays, strict=True)
         }
         self._writes = tuple(_slices({t.storage: slots[t] for t in read if t.is_written} | made))
         self.rows = tuple(np.asarray(slice_.first, np.int32) for slice_ in (*self._reads, *self._writes))
@@ -191,51 +191,51 @@ class _ScanBuilder:
             [environment.value_of(t.by_iteration[0]) for t in self._unpacked],
             [environment.value_of(t.by_iteration[0]) for t, _ in self._carries],
             [lax.empty(m.storage.shape, m.storage.dtype.as_jax()) for m in self._final_outputs],
-            [stack.array for stack in self._stacks],
+            [packed.array for packed in self._packed],
         )
 
     def iteration_values(self, state: Any, rows: Sequence[Array]) -> dict[Tensor, Array | PackedSlot]:
         """Initial storage values of an iteration."""
         unpacked, carries, _, arrays = state
-        now = dict(zip(self._stacks, arrays, strict=True))
-        passing = dict.fromkeys((*self._stacks, *(row.stack for row in self._invariant_slots.values())))
-        self._stacks_of_iteration = {stack: stack.with_array(now.get(stack, stack.array)) for stack in passing}
+        now = dict(zip(self._packed, arrays, strict=True))
+        passing = dict.fromkeys((*self._packed, *(row.packed for row in self._invariant_slots.values())))
+        self._packed_of_iteration = {packed: packed.with_array(now.get(packed, packed.array)) for packed in passing}
         values: dict[Tensor, Array | PackedSlot] = dict(self._invariant_values)
         values.update(
-            (name, PackedSlot(self._stacks_of_iteration[row.stack], row.number))
+            (name, PackedSlot(self._packed_of_iteration[row.packed], row.number))
             for name, row in self._invariant_slots.items()
         )
         values.update((t.storage, value) for t, value in zip(self._unpacked, unpacked, strict=True))
         values.update((t.storage, value) for (t, _), value in zip(self._carries, carries, strict=True))
         for slice_, number in zip(self._reads, rows, strict=False):
-            found = slice_.slice_values(now.get(slice_.stack, slice_.stack.array), number)
-            is_same = slice_.stack.is_given and slice_.stack not in now
+            found = slice_.slice_values(now.get(slice_.packed, slice_.packed.array), number)
+            is_same = slice_.packed.is_given and slice_.packed not in now
             values.update((name, self._invariant_row(row, number) if is_same else row) for name, row in found)
         return values
 
     def next_state(self, rows: Sequence[Array], after: Environment) -> Any:
         """The loop-carried state after an iteration."""
-        now = {stack: self._stacks_of_iteration[stack].array for stack in self._stacks}
+        now = {packed: self._packed_of_iteration[packed].array for packed in self._packed}
         for slice_, row in zip(self._writes, rows[len(self._reads) :], strict=True):
-            now[slice_.stack] = slice_.updated(now[slice_.stack], row, after)
+            now[slice_.packed] = slice_.updated(now[slice_.packed], row, after)
         return (
             [after.value_of(t.storage) for t in self._unpacked],
             [after.value_of(before) for _, before in self._carries],
             [after.value_of(m.storage) for m in self._final_outputs],
-            [now[stack] for stack in self._stacks],
+            [now[packed] for packed in self._packed],
         )
 
     def finish(self, state: Any, environment: Environment) -> None:
         """Write the final state to the environment."""
         unpacked, _, last, arrays = state
-        for stack, array in zip(self._stacks, arrays, strict=True):
-            stack.array = array
+        for packed, array in zip(self._packed, arrays, strict=True):
+            packed.array = array
         for loop_input, value in zip(self._unpacked, unpacked, strict=True):
             environment.values[loop_input.by_iteration[0]] = value
         for loop_output, value in zip(self._final_outputs, last, strict=True):
             environment.values[loop_output.by_iteration[-1]] = value
-        for loop_output, stack in zip(self._stacked_outputs, self._output_arrays, strict=True):
-            environment.values.update((t, PackedSlot(stack, n)) for n, t in enumerate(loop_output.rows))
+        for loop_output, packed in zip(self._stacked_outputs, self._output_arrays, strict=True):
+            environment.values.update((t, PackedSlot(packed, n)) for n, t in enumerate(loop_output.rows))
 
 
 class _Slice(NamedTuple):
@@ -246,7 +246,7 @@ class _Slice(NamedTuple):
         first: number of the first slot, for each iteration.
     """
 
-    stack: PackedArray
+    packed: PackedArray
     names: tuple[Tensor, ...]
     first: tuple[int, ...]
 
@@ -264,19 +264,19 @@ class _Slice(NamedTuple):
 
 def _slices(places: Mapping[Tensor, Sequence[PackedSlot]]) -> Iterator[_Slice]:
     """Group slots into slices, given each storage's slots by iteration."""
-    of_stack: dict[PackedArray, list[Tensor]] = {}
+    by_array: dict[PackedArray, list[Tensor]] = {}
     for name, rows in places.items():
-        of_stack.setdefault(rows[0].stack, []).append(name)
-    for stack, names in of_stack.items():
+        by_array.setdefault(rows[0].packed, []).append(name)
+    for packed, names in by_array.items():
         numbers = {name: tuple(row.number for row in places[name]) for name in names}
         is_narrow = names[0].nelms * names[0].dtype.itemsize <= NARROW
         begun: list[Tensor] = []
         for name in sorted(names, key=numbers.__getitem__):
             if begun and not (is_narrow and numbers[name] == tuple(n + 1 for n in numbers[begun[-1]])):
-                yield _Slice(stack, tuple(begun), numbers[begun[0]])
+                yield _Slice(packed, tuple(begun), numbers[begun[0]])
                 begun = []
             begun.append(name)
-        yield _Slice(stack, tuple(begun), numbers[begun[0]])
+        yield _Slice(packed, tuple(begun), numbers[begun[0]])
 
 
 def is_constant(loop_input: LoopInput, environment: Environment) -> bool:
@@ -298,10 +298,10 @@ def merge_overlapping(by_iteration: Iterable[Sequence[Tensor]]) -> list[tuple[Te
 def pack_together(environment: Environment, storages: Sequence[Tensor]) -> None:
     """Pack storages into one array, by copies unless they already share one."""
     places = [environment.slot_or_value(t) for t in storages] if len(storages) > 1 else []
-    stacks = {place.stack for place in places if isinstance(place, PackedSlot)}
-    if len(stacks) > 1 or not all(isinstance(place, PackedSlot) for place in places):
-        stack = PackedArray(jnp.stack([load(place) for place in places]))
-        environment.values.update((t, PackedSlot(stack, n)) for n, t in enumerate(storages))
+    packed_arrays = {place.packed for place in places if isinstance(place, PackedSlot)}
+    if len(packed_arrays) > 1 or not all(isinstance(place, PackedSlot) for place in places):
+        packed = PackedArray(jnp.stack([load(place) for place in places]))
+        environment.values.update((t, PackedSlot(packed, n)) for n, t in enumerate(storages))
 
 
 def _allocate_output(output: LoopOutput, environment: Environment) -> PackedArray:

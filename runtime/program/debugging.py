@@ -33,7 +33,7 @@ from runtime.lowering.control_flow import Loop, call_inputs, check_bound, finish
 from runtime.lowering.environment import Environment, Results
 from runtime.lowering.lower import Lowering, store_results, written_tensors_of
 from runtime.lowering.sharing import Sharing, bind_inputs
-from runtime.program.blocks import PackedVariables
+from runtime.program.blocks import VariableBlock
 from runtime.signals import deliver_pending_signals
 from runtime.targets.replicas import Replicas
 
@@ -277,7 +277,7 @@ def _non_finite(arrays: Sequence[Array]) -> _NonFinite:
     return _NonFinite(found["nans"], found["infinities"])
 
 
-def warn_of_given_nans(arrays: Iterable[tuple[PackedVariables | Channel, Array]]) -> None:
+def warn_of_given_nans(arrays: Iterable[tuple[VariableBlock | Channel, Array]]) -> None:
     """Log variables, buffers and streams containing NaN before a run, as no op caused these."""
     found = [f"{_title(thing)} ({count} NaN)" for thing, array in arrays if (count := _non_finite([array]).nans)]
     if found:
@@ -287,8 +287,8 @@ def warn_of_given_nans(arrays: Iterable[tuple[PackedVariables | Channel, Array]]
         )
 
 
-def _title(thing: PackedVariables | Channel) -> str:
-    return ", ".join(f"`{t.name}`" for t in thing.tensors) if isinstance(thing, PackedVariables) else str(thing)
+def _title(thing: VariableBlock | Channel) -> str:
+    return ", ".join(f"`{t.name}`" for t in thing.tensors) if isinstance(thing, VariableBlock) else str(thing)
 
 
 def _row(t: Tensor, what: str, array: Array) -> list[str]:

@@ -29,7 +29,7 @@ from runtime.plan.compile_options import CompileOptions
 from runtime.plan.decision import Decision
 from runtime.plan.planning import PlanBuilder, plan_of
 from runtime.plan.stages import stages_of
-from runtime.program.blocks import PackedVariables, blocks_of
+from runtime.program.blocks import VariableBlock, blocks_of
 from runtime.targets.compile_target import HOST, CompileTarget
 from runtime.targets.replicas import DividedReplicas, Replicas
 
@@ -247,11 +247,11 @@ class Layout:
         """Abstract arrays of read-only variables, for lowering."""
         return tuple(map(self._spec, self.constant))
 
-    def is_replicated(self, block: PackedVariables) -> bool:
+    def is_replicated(self, block: VariableBlock) -> bool:
         """Whether all replicas share one array."""
         return block.tensors[0] in self.shared
 
-    def _spec(self, block: PackedVariables) -> Any:
+    def _spec(self, block: VariableBlock) -> Any:
         if self.is_replicated(block):
             return jax.ShapeDtypeStruct(block.shape, block.dtype, sharding=self.replicas.sharding(None))
         return self.replicas.spec(block.shape, block.dtype)

@@ -22,7 +22,7 @@ from runtime.lowering.channels import FAILURE, Channel, Channels
 from runtime.lowering.context import Context
 from runtime.lowering.platform_hooks import hooks_for
 from runtime.plan.plan import Plan
-from runtime.program.blocks import PackedVariables
+from runtime.program.blocks import VariableBlock
 from runtime.program.compiled import CompiledProgram, begin_run, end_run
 from runtime.program.debugging import Debugged, run_replicas, warn_of_given_nans
 from runtime.program.store import VariableStore
@@ -250,7 +250,7 @@ class Runner:
             return replicas.transfer(np.stack(parts).reshape(like.shape), like.sharding)
 
         own = layout.replicas_first([np.array(feed) for feed in feeds], layout.channels)
-        things: list[PackedVariables | Channel] = [
+        things: list[VariableBlock | Channel] = [
             *layout.changing,
             *layout.buffers,
             *layout.constant,

@@ -15,7 +15,7 @@ from popxl.base.arrays import Array
 from popxl.base.log import Logger
 from popxl.core.tensor import Tensor, Variable
 from popxl.errors import PopxlError, PopxlRuntimeError
-from runtime.program.blocks import PackedVariables
+from runtime.program.blocks import VariableBlock
 from runtime.program.layout import Layout
 from runtime.program.transfers import (
     Given,
@@ -168,7 +168,7 @@ class VariableStore:
         slots = [None] * len(layout.buffers) if self.changing is None else self.changing[len(layout.changing) :]
         layout.replicas.barrier("Session.weights_from_host", self.run_count)
 
-        def upload_blocks(changes: bool, blocks: Sequence[PackedVariables]) -> list[Array]:
+        def upload_blocks(changes: bool, blocks: Sequence[VariableBlock]) -> list[Array]:
             own = [Slot(changes, i) not in self.shared for i in range(len(blocks))]
             return [put_variables(layout, b, given) if is_own else None for b, is_own in zip(blocks, own, strict=True)]
 
@@ -274,7 +274,7 @@ class VariableStore:
         ours, form = self._slot_spec(slot), other._slot_spec(there)
         return "" if ours == form else f"the other session has it as {form}, and this one as {ours}"
 
-    def _blocks(self) -> dict[Slot, PackedVariables]:
+    def _blocks(self) -> dict[Slot, VariableBlock]:
         """Variable arrays, keyed by slot."""
         both = ((True, self._layout.changing), (False, self._layout.constant))
         return {Slot(changes, i): block for changes, blocks in both for i, block in enumerate(blocks)}

@@ -16,7 +16,7 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.utils import to_numpy
 from popxl.values.sharding import shard_layout
 from runtime.lowering import remote_buffers as remote
-from runtime.program.blocks import PackedVariables
+from runtime.program.blocks import VariableBlock
 from runtime.program.layout import Layout
 from runtime.targets.replicas import DividedReplicas
 
@@ -33,7 +33,7 @@ HostValue = tuple[Variable, np.ndarray, np.ndarray | None]
 # To the device --------------------------------------------------------------------------------------------------------
 
 
-def put_variables(layout: Layout, block: PackedVariables, given: Given) -> Array:
+def put_variables(layout: Layout, block: VariableBlock, given: Given) -> Array:
     """Create the device array of a block's variables, from host copies or given values."""
     replicas = layout.compile_options_for(block.tensors[0]).replicas
     if layout.is_elsewhere(block.tensors[0]):
@@ -48,11 +48,11 @@ def put_variables(layout: Layout, block: PackedVariables, given: Given) -> Array
             )
     whole = [_initial_value(v, given) for v in variables]
     if layout.is_replicated(block):
-        return replicas.transfer(np.stack(whole) if block.is_stack else whole[0], replicas.sharding(None))
+        return replicas.transfer(np.stack(whole) if block.is_packed else whole[0], replicas.sharding(None))
     if alike:
-        return replicas.broadcast(np.stack(whole) if block.is_stack else whole[0])
+        return replicas.broadcast(np.stack(whole) if block.is_packed else whole[0])
     parts = [_replica_values(layout, t, array, replicas.count) for t, array in zip(block.tensors, whole, strict=True)]
-    array = np.stack(parts, 1) if block.is_stack else parts[0]
+    array = np.stack(parts, 1) if block.is_packed else parts[0]
     return replicas.transfer(array.reshape(replicas.shape(block.shape)), replicas.sharding())
 
 

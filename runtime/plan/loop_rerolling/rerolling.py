@@ -233,17 +233,17 @@ class _PackingAnalysis:
                 self._note_packing(loop, loop_input, sources)
         for loop_output in loop.outputs:
             if not loop_output.is_last_only:
-                stack = object()
-                sources.update((t, (stack, n)) for n, t in enumerate(loop_output.rows))
+                output = object()
+                sources.update((t, (output, n)) for n, t in enumerate(loop_output.rows))
 
     def _note_packing(self, loop: RerolledLoop, loop_input: LoopInput, sources: dict[Tensor, Source]) -> None:
         """Register one loop input's values for packing."""
         storages = [*dict.fromkeys(loop_input.by_iteration)]
         found = [sources.get(t) for t in storages]
         variables = [source for source in found if isinstance(source, Tensor)]
-        stacks = Counter(source[0] for source in found if isinstance(source, tuple))
+        rows_by_output = Counter(source[0] for source in found if isinstance(source, tuple))
         size = len(storages) * loop_input.storage.nelms * loop_input.storage.dtype.itemsize
-        alone = len(found) - max(stacks.values(), default=0)
+        alone = len(found) - max(rows_by_output.values(), default=0)
         made = [t for t in variables if t not in self._held]
         if len(variables) == len(found) and not made:
             self._requests.append(_PackingRequest(loop, loop_input, tuple(variables)))

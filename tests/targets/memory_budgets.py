@@ -33,7 +33,7 @@ from popxl_addons import optimizers
 from popxl_addons.layers import MLP, Attention, Conv2D, Experts, GroupNorm, LayerNorm, TransformerBlock
 from runtime.costs.hlo import parse_hlo
 from runtime.costs.work import account_of
-from tests.targets.budgeted_programs import OF_PYTORCH, pipeline, torch_session
+from tests.targets.budgeted_programs import OF_PYTORCH, pipeline, samples_on, torch_session
 from tests.targets.programs import compile_faster
 from tests.targets.steps import Sizes, session_of
 from tests.targets.tables import Table
@@ -41,7 +41,6 @@ from tests.targets.tables import Table
 TARGETS = ("gpu h100", "tpu v5e", "tpu v5p")
 SHARES = (75, 50, 35)
 LAYERS = 4
-MORE_ON_TPUS = 8  # times as many samples: smaller activations stay in VMEM, 128 MB within a chip
 POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 HEAD = """\
 | | program | % | budget, MB | compiled, MB | used, % | compilations | GB | Gflop | best policy of JAX | GB | Gflop |
@@ -139,7 +138,7 @@ def dtype_on(target: str) -> popxl.dtype:
 def shape_on(program: Program, target: str) -> tuple[int, ...]:
     """The shape that a layer takes and gives."""
     samples, *rest = program.shape
-    return samples * (MORE_ON_TPUS if target.startswith("tpu") else 1), *rest
+    return samples_on(target, samples), *rest
 
 
 def calls_on(target: str, asked: str) -> Any:
@@ -150,7 +149,7 @@ def calls_on(target: str, asked: str) -> Any:
 def built(name: str, target: str, calls: Any, memory: Any, is_open: bool) -> popxl.Ir:
     """A step of training by plain gradients, which may leave its number of micro-batches open."""
     if name == "pipeline":
-        return pipeline(dtype_on(target), memory)
+        return pipeline(target, dtype_on(target), memory)
     program = PROGRAMS[name]
     ir = popxl.Ir(axes={"parts": program.devices})
     ir.options.calledGraphs = calls

@@ -7,9 +7,10 @@ backward calls run in the reverse order, so the first calls recompute where the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, product
 from typing import Any, Literal
 
 from runtime.memory_plans.needs import GraphNeeds, host_bandwidth, some_of
@@ -65,9 +66,9 @@ def keep_all(graphs: Sequence[GraphNeeds], release: Release) -> Solution:
 
 def most_bytes(graphs: Sequence[GraphNeeds], treatments: Treatments, release: Release) -> int:
     """What activations and gradients take at the highest, with some treatments."""
-    divided = [_Divided(g, tuple(group.calls for group in treatments[g.name])) for g in graphs]
-    program = _IntegerProgram(divided, None, {g.name for g in graphs}, release)
-    return round(program.most(program.columns(treatments)))
+    calls = {name: [group.calls for group in groups] for name, groups in treatments.items()}
+    program = _IntegerProgram(graphs, calls, None, calls.keys(), release)
+    return round(program.peak(program.assignment(treatments)))
 
 
 def solve(
@@ -85,281 +86,300 @@ def solve(
         offloadable: names of the graphs for which offloading to the host is one of the treatments.
         release: time when memory is free again.
     """
-    groups: Mapping[str, tuple[int, ...]] = {g.name: (g.calls,) for g in graphs}
-
-    def solved(groups: Mapping[str, tuple[int, ...]]) -> tuple[float, Solution | None]:
-        divided = [_Divided(g, groups[g.name]) for g in graphs]
-        return _IntegerProgram(divided, chip, offloadable, release).solved(limit)
-
-    price, best = solved(groups)
+    calls: Mapping[str, tuple[int, ...]] = {g.name: (g.calls,) for g in graphs}
+    cost, best = _IntegerProgram(graphs, calls, chip, offloadable, release).solved(limit)
     for g in sorted(graphs, key=lambda g: g.calls * sum(g.bytes.values()), reverse=True):
         for end in some_of(g.ends, _SPLITS) if release != "loop" else ():  # two loops hold more than one, as compiled
-            tried = {**groups, g.name: (end, g.calls - end)}
-            less, found = solved(tried)
-            if less < 0.99 * price:  # a group is one more graph to compile
-                price, best, groups = less, found, tried
+            divided = {**calls, g.name: (end, g.calls - end)}
+            lower, found = _IntegerProgram(graphs, divided, chip, offloadable, release).solved(limit)
+            if lower < 0.99 * cost:  # a group is one more graph to compile
+                cost, best, calls = lower, found, divided
     return best
 
 
-@dataclass(frozen=True)
-class _Divided:
-    """Graph, with the sizes of its call groups."""
+_Row = dict[int, float]
+"""Coefficients of a constraint, by column."""
+
+
+@dataclass(eq=False)
+class _Columns:
+    """Columns of the binary variables of a group of calls.
+
+    Attributes:
+        kept, offloaded: for each activation, whether calls save it on the device or on the host.
+        recomputed: for each op, whether backward calls recompute it.
+        has_run: for each op that is recomputed as its results are read, and each window, whether it has run.
+    """
 
     graph: GraphNeeds
-    counts: tuple[int, ...]
+    calls: int
+    kept: dict[str, int] = field(default_factory=dict)
+    offloaded: dict[str, int] = field(default_factory=dict)
+    recomputed: dict[int, int] = field(default_factory=dict)
+    has_run: dict[tuple[int, int], int] = field(default_factory=dict)
 
+    @cached_property
+    def makers(self) -> Mapping[str, int]:
+        """Number of the op that computes each activation."""
+        return {path: number for number, op in enumerate(self.graph.ops) for path in op.results}
 
-_Row = dict[int, float]
+    @property
+    def windows(self) -> Iterator[tuple[int, int, int, int]]:
+        """Windows in which ops are recomputed as their results are read: number, first step, end, and own bytes."""
+        return ((number, *each) for number, each in enumerate(self.graph.windows if self.graph.as_read else ()))
+
+    def saved(self, calls: int) -> _Row:
+        """Bytes of activations that some of the calls keep."""
+        return {self.kept[path]: calls * float(size) for path, size in self.graph.bytes.items()}
+
+    def treatment(self, path: str, taken: Sequence[bool]) -> Treatment:
+        """Treatment of an activation in an assignment."""
+        is_offloaded = path in self.offloaded and taken[self.offloaded[path]]
+        return "keep" if taken[self.kept[path]] else "offload" if is_offloaded else "recompute"
 
 
 class _IntegerProgram:
-    """Integer program. Binary variables: saved, then offloaded, per activation of a group; recomputed, per op; last,
-    the peak in megabytes, as HiGHS prefers numbers of one magnitude.
+    """Integer program. Its columns are binary variables, by groups of calls; and last, the peak in megabytes, as HiGHS
+    prefers numbers of one magnitude.
+
+    Args:
+        calls: for each graph, the sizes of its groups of calls.
     """
 
     def __init__(
-        self, graphs: Sequence[_Divided], chip: Chip | None, offloadable: Collection[str], release: Release
+        self,
+        graphs: Sequence[GraphNeeds],
+        calls: Mapping[str, Sequence[int]],
+        chip: Chip | None,
+        offloadable: Collection[str],
+        release: Release,
     ) -> None:
-        self._graphs = graphs
         self._release = release
-        self._kept: dict[tuple[str, int, str], int] = {}
-        self._away: dict[tuple[str, int, str], int] = {}
-        self._again: dict[tuple[str, int, int], int] = {}
-        self._done: dict[tuple[str, int, int, int], int] = {}
-        """For ops that are recomputed as they are read, and each window: whether they have run."""
-        self._times = list[float]()
-        for each in graphs:
-            for group, count in enumerate(each.counts):
-                self._declare(each.graph, group, count, chip, each.graph.name in offloadable)
+        self._seconds = list[float]()
+        self._groups = {
+            g.name: [self._declare(g, count, chip, g.name in offloadable) for count in calls[g.name]] for g in graphs
+        }
+        self._all_groups = [*chain.from_iterable(self._groups.values())]
         self._rows: list[_Row] = []
-        self._least: list[float] = []
-        for each in graphs:
-            for group in range(len(each.counts)):
-                self._add_availability(each.graph, group)
-                self._add_windows(each.graph, group)
-        self._memory = [*self._moments()]
-        for row, held in self._memory:
-            self._add({column: -size / 1e6 for column, size in row.items()} | {len(self._times): 1.0}, held / 1e6)
+        self._lower_bounds: list[float] = []
+        for group in self._all_groups:
+            self._add_availability(group)
+            self._add_windows(group)
+        self._moments = [*self._moments_of_step()]
+        for row, held in self._moments:
+            self._add({column: -size / 1e6 for column, size in row.items()} | {len(self._seconds): 1.0}, held / 1e6)
 
     def solved(self, limit: float | None) -> tuple[float, Solution | None]:
-        """The best assignment within a limit, after its price."""
+        """The best assignment within a limit, after its cost."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # importing it takes a while
 
         if limit is not None and limit < 0:
             return float("inf"), None
-        count = len(self._times)
-        whole = sum(self._times) or 1.0
-        objective = [1e3 * each / whole for each in self._times]
+        count = len(self._seconds)
+        whole = sum(self._seconds) or 1.0
+        objective = [1e3 * each / whole for each in self._seconds]
         most = float("inf") if limit is None else limit / 1e6
         if limit is None:  # among those with the same peak, one that keeps little
-            everything, _ = self._memory[0]
+            everything, _ = self._moments[0]
             objective = [_REST * everything.get(column, 0.0) / 1e6 for column in range(count)]
         found = milp(
             [*objective, 1.0 if limit is None else 0.0],
             integrality=[1] * count + [0],
             bounds=Bounds([0.0] * (count + 1), [1.0] * count + [most]),
-            constraints=LinearConstraint(self._matrix(), self._least, float("inf")),
+            constraints=LinearConstraint(self._matrix(), self._lower_bounds, float("inf")),
             options={"mip_rel_gap": 1e-3, "time_limit": 30.0},
         )
         if found.x is None:
             return float("inf"), None
         return found.fun, self._solution([x > 0.5 for x in found.x[:-1]])
 
-    def columns(self, treatments: Treatments) -> list[bool]:
+    def assignment(self, treatments: Treatments) -> list[bool]:
         """The assignment that treatments mean, as compiled.
 
         Where XLA compiles forward and backward calls together, fused values with kept operands are not held.
         """
-        taken = [False] * len(self._times)
-        for each in self._graphs:
-            for number, group in enumerate(treatments[each.graph.name]):
-                missing = {*each.graph.read}
-                for i, op in reversed([*enumerate(each.graph.ops)]):
-                    wanted = missing.intersection(op.results)
+        taken = [False] * len(self._seconds)
+        for name, groups in self._groups.items():
+            for group, planned in zip(groups, treatments[name], strict=True):
+                missing = {*group.graph.read}
+                for number, op in reversed([*enumerate(group.graph.ops)]):
+                    wanted = {path: planned.treatments[path] for path in missing.intersection(op.results)}
                     is_held = not op.is_fused or self._release != "read"
-                    is_held = is_held or any(group.treatments[path] != "keep" for path in op.operands)
-                    for path in wanted:
-                        by = {"keep": self._kept, "offload": self._away}.get(group.treatments[path])
-                        if by is self._away or (by is not None and is_held):
-                            taken[by[each.graph.name, number, path]] = True
-                    if any(group.treatments[path] == "recompute" for path in wanted):
-                        taken[self._again[each.graph.name, number, i]] = True
+                    is_held = is_held or any(planned.treatments[path] != "keep" for path in op.operands)
+                    for path, treatment in wanted.items():
+                        if treatment == "offload":
+                            taken[group.offloaded[path]] = True
+                        elif treatment == "keep":
+                            taken[group.kept[path]] = is_held
+                    if "recompute" in wanted.values():
+                        taken[group.recomputed[number]] = True
                         missing.update(op.operands)
-                self._fill_windows(taken, each.graph, number)
+                self._fill_windows(taken, group)
         return taken
 
-    def most(self, taken: Sequence[bool]) -> float:
-        """Bytes at the highest."""
-        return max((held + sum(s for c, s in row.items() if taken[c]) for row, held in self._memory), default=0.0)
+    def peak(self, taken: Sequence[bool]) -> float:
+        """Bytes at the highest, in an assignment."""
+        return max((held + sum(s for c, s in row.items() if taken[c]) for row, held in self._moments), default=0.0)
 
-    def _declare(self, g: GraphNeeds, group: int, count: int, chip: Chip | None, may_offload: bool) -> None:
+    def _declare(self, g: GraphNeeds, calls: int, chip: Chip | None, may_offload: bool) -> _Columns:
+        """Declare the variables of a group of calls."""
+        group = _Columns(g, calls)
         for path, size in g.bytes.items():
-            self._kept[g.name, group, path] = len(self._times)
-            self._times.append(0.0)
+            group.kept[path] = self._column()
             if may_offload:
-                self._away[g.name, group, path] = len(self._times)
-                self._times.append(count * 2 * size / host_bandwidth(chip))
+                group.offloaded[path] = self._column(calls * 2 * size / host_bandwidth(chip))
         for number, op in enumerate(g.ops):
-            self._again[g.name, group, number] = len(self._times)
-            self._times.append(count * op.seconds(chip))
-        for window in range(len(g.windows) if g.as_read else 0):
+            group.recomputed[number] = self._column(calls * op.seconds(chip))
+        for window, *_ in group.windows:
             for number in range(len(g.ops)):
-                self._done[g.name, group, number, window] = len(self._times)
-                self._times.append(0.0)
+                group.has_run[number, window] = self._column()
+        return group
+
+    def _column(self, seconds: float = 0.0) -> int:
+        """Declare a binary variable, and the time that it adds."""
+        self._seconds.append(seconds)
+        return len(self._seconds) - 1
 
     def _matrix(self) -> Any:
-        """Constraint matrix; `_least` has lower bounds."""
+        """Constraint matrix; `_lower_bounds` has lower bounds."""
         from scipy.sparse import coo_array
 
         cells = [(row, column, value) for row, each in enumerate(self._rows) for column, value in each.items()]
         rows, columns, values = zip(*cells, strict=True)
-        return coo_array((values, (rows, columns)), shape=(len(self._rows), len(self._times) + 1)).tocsr()
+        return coo_array((values, (rows, columns)), shape=(len(self._rows), len(self._seconds) + 1)).tocsr()
 
     def _solution(self, taken: Sequence[bool]) -> Solution:
         """What an assignment means."""
-
-        def treatment(*key: Any) -> Treatment:
-            away = self._away.get(key)
-            return "keep" if taken[self._kept[key]] else "offload" if away is not None and taken[away] else "recompute"
-
         treatments = {
-            each.graph.name: [
-                Group(count, {path: treatment(each.graph.name, group, path) for path in each.graph.bytes})
-                for group, count in enumerate(each.counts)
+            name: [
+                Group(each.calls, {path: each.treatment(path, taken) for path in each.graph.bytes}) for each in groups
             ]
-            for each in self._graphs
+            for name, groups in self._groups.items()
         }
-        seconds = sum(time for time, each in zip(self._times, taken, strict=True) if each)
-        return Solution(treatments, round(self.most(taken)), seconds)
+        seconds = sum(time for time, each in zip(self._seconds, taken, strict=True) if each)
+        return Solution(treatments, round(self.peak(taken)), seconds)
 
-    def _add_availability(self, g: GraphNeeds, group: int) -> None:
-        makers = {path: number for number, op in enumerate(g.ops) for path in op.results}
+    def _add(self, row: _Row, lower_bound: float) -> None:
+        self._rows.append(row)
+        self._lower_bounds.append(lower_bound)
+
+    def _add_availability(self, group: _Columns) -> None:
+        """Provide what the gradient reads, and the operands of ops that are recomputed."""
 
         def available(path: str) -> _Row:
-            key = (g.name, group, path)
-            ways = [self._kept[key], self._away.get(key), self._again[g.name, group, makers[path]]]
-            return {column: 1.0 for column in ways if column is not None}
+            return _any_of(group.kept[path], group.offloaded.get(path), group.recomputed[group.makers[path]])
 
-        for path in sorted(g.read):
+        for path in sorted(group.graph.read):
             self._add(available(path), 1.0)
-        for number, op in enumerate(g.ops):
+        for number, op in enumerate(group.graph.ops):
             for path in op.operands:
-                self._add(available(path) | {self._again[g.name, group, number]: -1.0}, 0.0)
+                self._add(available(path) | {group.recomputed[number]: -1.0}, 0.0)
 
-    def _moments(self) -> Iterator[tuple[_Row, float]]:
-        """Live activations at each potential peak, and the constant bytes there, with all activations of other
-        micro-batches."""
-        waiting: _Row = {
-            column: (each.graph.held - 1) * size
-            for each in self._graphs
-            for group, count in enumerate(each.counts)
-            for column, size in self._kept_row(each.graph, group, count).items()
-            if each.graph.held > 1
-        }
-        for row, held in self._moments_of_step():
-            yield {column: row.get(column, 0.0) + waiting.get(column, 0.0) for column in row | waiting}, held
+    def _add_windows(self, group: _Columns) -> None:
+        """When ops run that are recomputed as they are read: before a window ends that reads a result, or runs another
+        op that needs it, and once for all."""
+        read = group.graph.read
+        for (window, _, end, _), (number, op) in product(group.windows, enumerate(group.graph.ops)):
+            has_run = group.has_run[number, window]
+            if any(path in read and read[path][0] < end for path in op.results):
+                self._add({has_run: 1.0, group.recomputed[number]: -1.0}, 0.0)
+            if window:
+                self._add({has_run: 1.0, group.has_run[number, window - 1]: -1.0}, 0.0)
+            for path in op.operands:
+                maker = group.has_run[group.makers[path], window]
+                self._add(_any_of(group.kept[path], maker, group.offloaded.get(path)) | {has_run: -1.0}, 0.0)
+
+    def _fill_windows(self, taken: list[bool], group: _Columns) -> None:
+        """Say which ops have run in each window, in an assignment that says which are recomputed."""
+        for window, _, end, _ in group.windows:
+            wanted = {path for path, (first, _) in group.graph.read.items() if first < end}
+            for number, op in reversed([*enumerate(group.graph.ops)]):
+                if taken[group.recomputed[number]] and not wanted.isdisjoint(op.results):
+                    taken[group.has_run[number, window]] = True
+                    wanted.update(op.operands)
 
     def _moments_of_step(self) -> Iterator[tuple[_Row, float]]:
         """Live activations at each potential peak, and the constant bytes there.
 
         While a group is differentiated, the activations of its other calls and of earlier groups are in memory, and the
         gradients of later ones; of graphs that are called later, their gradients; of other graphs, all activations.
+        With those are all activations of other micro-batches.
         """
-        kept = [[self._kept_row(each.graph, i, n) for i, n in enumerate(each.counts)] for each in self._graphs]
-        yield {column: size for groups in kept for row in groups for column, size in row.items()}, 0.0
-        for number, each in enumerate(self._graphs):
-            g = each.graph
-            ended = [other.graph for other in self._graphs if other.graph.span[0] > g.span[1]]
-            others = [
-                row
-                for i, other in enumerate(self._graphs)
-                if i != number and other.graph not in ended
-                for row in kept[i]
-            ]
-            gradients = sum(other.gradients * other.calls for other in ended)
-            for group, count in enumerate(each.counts):
-                later = sum(each.counts[group + 1 :])
-                for left in {count - 1, 0} if self._release != "loop" else {count}:
-                    mine = [*kept[number][:group], self._kept_row(g, group, left)]
-                    row = {column: size for part in (*others, *mine) for column, size in part.items()}
-                    done = later + (count - 1 - left if self._release != "loop" else count)
-                    for inside, own in self._inside_rows(g, group):
-                        both = {column: row.get(column, 0.0) + inside.get(column, 0.0) for column in row | inside}
-                        yield both, own + gradients + g.gradients * done
+        waiting = _merged(
+            {column: (each.graph.held - 1) * size for column, size in each.saved(each.calls).items()}
+            for each in self._all_groups
+            if each.graph.held > 1
+        )
+        yield _total(_merged(each.saved(each.calls) for each in self._all_groups), waiting), 0.0
+        is_loop = self._release == "loop"
+        for groups in self._groups.values():
+            g = groups[0].graph
+            ended = [each for each in self._all_groups if each.graph.span[0] > g.span[1]]
+            others = [each for each in self._all_groups if each not in ended and each not in groups]
+            gradients = sum(each.graph.gradients * each.calls for each in ended)
+            for number, group in enumerate(groups):
+                before = [each.saved(each.calls) for each in (*others, *groups[:number])]
+                later = sum(each.calls for each in groups[number + 1 :])
+                for left in {group.calls} if is_loop else {group.calls - 1, 0}:
+                    live = _total(_merged([*before, group.saved(left)]), waiting)
+                    done = later + (group.calls if is_loop else group.calls - 1 - left)
+                    for inside, own in self._inside_rows(group):
+                        yield _total(live, inside), own + gradients + g.gradients * done
 
-    def _kept_row(self, g: GraphNeeds, group: int, count: int) -> _Row:
-        """What some calls of a group keep."""
-        return {self._kept[g.name, group, path]: count * float(size) for path, size in g.bytes.items()}
-
-    def _add_windows(self, g: GraphNeeds, group: int) -> None:
-        """When ops run that are recomputed as they are read: before a window ends that reads a result, or runs another
-        op that needs it, and once for all."""
-        makers = {path: number for number, op in enumerate(g.ops) for path in op.results}
-        windows = enumerate(g.windows if g.as_read else ())
-        for (window, (_, end, _)), (number, op) in product(windows, enumerate(g.ops)):
-            column = self._done[g.name, group, number, window]
-            if any(path in g.read and g.read[path][0] < end for path in op.results):
-                self._add({column: 1.0, self._again[g.name, group, number]: -1.0}, 0.0)
-            if window:
-                self._add({column: 1.0, self._done[g.name, group, number, window - 1]: -1.0}, 0.0)
-            for path in op.operands:
-                away = self._away.get((g.name, group, path))
-                there = {self._kept[g.name, group, path]: 1.0, self._done[g.name, group, makers[path], window]: 1.0}
-                self._add(there | ({} if away is None else {away: 1.0}) | {column: -1.0}, 0.0)
-
-    def _fill_windows(self, taken: list[bool], g: GraphNeeds, group: int) -> None:
-        """Say which ops have run in each window, in an assignment that says which are recomputed."""
-        for window, (_, end, _) in enumerate(g.windows if g.as_read else ()):
-            wanted = {path for path, (first, _) in g.read.items() if first < end}
-            for number, op in reversed([*enumerate(g.ops)]):
-                if taken[self._again[g.name, group, number]] and not wanted.isdisjoint(op.results):
-                    taken[self._done[g.name, group, number, window]] = True
-                    wanted.update(op.operands)
-
-    def _inside_rows(self, g: GraphNeeds, group: int) -> Iterator[tuple[_Row, int]]:
+    def _inside_rows(self, group: _Columns) -> Iterator[tuple[_Row, int]]:
         """Activations live within a backward call at each potential peak, and the bytes of gradient values there."""
+        g = group.graph
         if not g.as_read:
             for paths, own in g.moments:
-                yield self._inside_row(g, group, paths), own
+                yield self._inside_row(group, paths), own
             return
         readers = {path: number for number, op in reversed([*enumerate(g.ops)]) for path in op.operands}
-        for window, (start, _, own) in enumerate(g.windows):
+        for window, start, _, own in group.windows:
             row: _Row = {}
             for number, op in enumerate(g.ops):
                 for path in op.results:
                     if g.needed_until.get(path, -1) < start:
                         continue
                     size = float(g.bytes[path])
-                    row[self._kept[g.name, group, path]] = size
+                    row[group.kept[path]] = size
                     if not op.is_fused:
-                        done = self._done[g.name, group, number, window]
-                        row[done] = row.get(done, 0.0) + size
+                        has_run = group.has_run[number, window]
+                        row[has_run] = row.get(has_run, 0.0) + size
                     if window and path not in g.read and path in readers:  # dead once its reader has run
-                        done = self._done[g.name, group, readers[path], window - 1]
-                        row[done] = row.get(done, 0.0) - size
+                        has_run = group.has_run[readers[path], window - 1]
+                        row[has_run] = row.get(has_run, 0.0) - size
             yield row, own
 
-    def _inside_row(self, g: GraphNeeds, group: int, paths: frozenset[str]) -> _Row:
+    def _inside_row(self, group: _Columns, paths: frozenset[str]) -> _Row:
         """Activations live within a backward call.
 
         A noinline call recomputes everything at its beginning, because XLA for CPUs schedules independent operations
         first: all values that the gradient reads are live, intermediate values are not.
         """
-        is_whole = self._release == "call"
+        g, is_whole = group.graph, self._release == "call"
         row = {
-            self._again[g.name, group, number]: float(
+            group.recomputed[number]: float(
                 sum(g.bytes[path] for path in op.results if path in (g.read if is_whole else paths))
             )
             for number, op in enumerate(g.ops)
             if not op.is_fused or is_whole
         }
-        away = ((self._away.get((g.name, group, path)), path) for path in paths)
-        row |= {column: float(g.bytes[path]) for column, path in away if column is not None}
+        row |= {group.offloaded[path]: float(g.bytes[path]) for path in paths if path in group.offloaded}
         if self._release != "loop":
-            held = g.bytes if is_whole else paths
-            row |= {self._kept[g.name, group, path]: float(g.bytes[path]) for path in held}
+            row |= {group.kept[path]: float(g.bytes[path]) for path in (g.bytes if is_whole else paths)}
         return row
 
-    def _add(self, row: _Row, least: float) -> None:
-        self._rows.append(dict(row))
-        self._least.append(least)
+
+def _any_of(*columns: int | None) -> _Row:
+    """Row of a constraint that at least one of some variables is set."""
+    return {column: 1.0 for column in columns if column is not None}
+
+
+def _merged(rows: Iterable[_Row]) -> _Row:
+    """Union of rows without common columns."""
+    return {column: size for row in rows for column, size in row.items()}
+
+
+def _total(a: _Row, b: _Row) -> _Row:
+    """Sum of two rows."""
+    return {column: a.get(column, 0.0) + b.get(column, 0.0) for column in a | b}

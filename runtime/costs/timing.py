@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from popxl.core.recursion import FRAMES, raised_recursion_limit
 from popxl.core.tensor import Tensor
 from runtime.lowering.channels import Channel
+from runtime.plan.host_steps import HostSteps
 from runtime.plan.plan import Plan
-from runtime.plan.planning import PlanBuilder
 from runtime.plan.segments import HostControlFlow, Key, Segment, SubPlan
 from runtime.plan.structure import Structure
 
@@ -87,7 +87,7 @@ class _Clock:
         self.links: dict[tuple[int, int], float] = defaultdict(float)
         self.timing = Timing()
 
-    def simulate(self, steps: PlanBuilder, values: dict[Key, _Arrival]) -> None:
+    def simulate(self, steps: HostSteps, values: dict[Key, _Arrival]) -> None:
         """Simulate steps; `values` holds the values produced so far."""
         for step in steps.steps:
             for t, ipu in step.copies:

@@ -15,6 +15,7 @@ from runtime.plan.loop_rerolling.rerolling import Rerolling
 from runtime.plan.placement import IpuPlacement
 from runtime.plan.planning import plan_of
 from runtime.plan.segmentation import REPEATED, SMALLEST, SegmentationPolicy
+from runtime.plan.segments import Segment
 from runtime.targets.compile_target import CompileTarget
 
 ROLLED = 500
@@ -33,6 +34,11 @@ many ops (200 000 on a GPU: some two thousand layers) is trained for longer."""
 
 WITHOUT_PRODUCTS = 2000
 """A loop without products is made there if it saves so many: it has more kernels than what is written out."""
+
+
+WORTHWHILE = 100_000
+"""Numbers that a dispatch reads and writes, on average, where placing ops on several CPU devices pays: these share the
+cores, and would be kept waiting by the host."""
 
 
 class Decision(NamedTuple):
@@ -183,9 +189,19 @@ def _placement(
     elif (
         options.placement == "auto"
         and compile_target.platform == "cpu"
-        and not plan_of(main, SegmentationPolicy(main, smallest, placement), (), changed).is_worthwhile()
+        and not _occupies_devices(main, changed, SegmentationPolicy(main, smallest, placement))
     ):
         why = "there is so little work that a CPU would take longer to share it out than to do it"
     else:
         return placement, placed
     return None, f" The {len(placement.ipus)} IPUs of a replica are all on one device: {why}."
+
+
+def _occupies_devices(main: Graph, changed: Sequence[Tensor], segmentation: SegmentationPolicy) -> bool:
+    """Whether segments are large enough for distribution over several CPU devices."""
+    steps = [*plan_of(main, segmentation, (), changed).all_steps()]
+    segments = [(step, times) for step, times in steps if isinstance(step, Segment)]
+    copies = sum(len(step.copies) * times for step, times in steps)
+    copies += sum(sum(p != step.ipu for p in step.result_ipus.values()) * times for step, times in segments)
+    numbers = sum(segmentation.numbers(step.ops) * times for step, times in segments)
+    return numbers >= WORTHWHILE * (copies + sum(times for _, times in segments))

@@ -27,7 +27,7 @@ from runtime.compile_pool import CompilePool
 from runtime.lowering.channels import FAILURE, Channel, Channels, Failure
 from runtime.lowering.environment import no_value
 from runtime.plan.compile_options import CompileOptions
-from runtime.plan.planning import LiveRange, PlanBuilder
+from runtime.plan.host_steps import HostSteps, LiveRange
 from runtime.plan.segments import Array, Run, Segment, described_state
 from runtime.plan.stages import stages_of
 from runtime.plan.structure import Structure
@@ -90,7 +90,7 @@ class Plan:
 
     def __init__(
         self,
-        steps: PlanBuilder,
+        steps: HostSteps,
         changed: Sequence[Tensor],
         read: Sequence[Tensor],
         buffers: Mapping[RemoteBuffer, int],

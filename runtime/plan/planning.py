@@ -4,47 +4,31 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from popxl.core.aliasing import storages
 from popxl.core.recording import Op
 from popxl.core.recursion import FRAMES, nesting, raised_recursion_limit
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses
-from popxl.fp8_utils import to_device
 from popxl.graph import Graph
-from runtime.lowering.channels import Channel
-from runtime.plan.compile_options import CompileOptions
+from runtime.plan.host_steps import HostSteps
 from runtime.plan.repeats import spans
 from runtime.plan.segmentation import SegmentationPolicy
-from runtime.plan.segments import HostControlFlow, Key, Run, Segment, Step, SubPlan, Values
+from runtime.plan.segments import HostControlFlow, Key, Segment, Step, SubPlan
 from runtime.plan.structure import Structure, structure_of
-
-WORTHWHILE = 100_000
-"""Numbers that a dispatch reads and writes, on average, where placing ops on several CPU devices pays: these share the
-cores, and would be kept waiting by the host."""
-
-
-class LiveRange(NamedTuple):
-    """Live range of a value between segments: IPU, bytes, and numbers of its defining and last using segments."""
-
-    tensor: Tensor
-    ipu: int
-    size: int
-    first: int
-    last: int
 
 
 def plan_of(
     main: Graph, segmentation: SegmentationPolicy, owned: Iterable[Tensor], live_out: Iterable[Tensor]
-) -> PlanBuilder:
+) -> HostSteps:
     """Plan a main graph, with the graphs that the host executes. Arguments as for `PlanBuilder`."""
     with raised_recursion_limit(FRAMES * nesting(main)):
         return PlanBuilder(main.ops, segmentation, owned, live_out).build()
 
 
 class PlanBuilder:
-    """Host steps of one graph, in order.
+    """Builder of the host steps of one graph.
 
     Args:
         ops: ops of the graph, and further ops after them.
@@ -53,13 +37,6 @@ class PlanBuilder:
         live_out: storages whose values are needed at the end.
         ipu: IPU of storages that no step uses.
         is_whole: whether all storages are on this IPU.
-
-    Attributes:
-        owned: storages without other owners at the end.
-        changed: constants that the ops overwrite: storages that start with the constant's numbers in each run.
-        initial_ipus: IPUs of storages at the start, determined by the first step that uses them.
-        final_ipus: IPUs of storages at the end.
-        nesting: number of graphs inside of each other that the host executes.
     """
 
     def __init__(
@@ -77,34 +54,31 @@ class PlanBuilder:
         spelled_out = tuple(self._with_stack_allocations(ops))
         self._storages = storages(spelled_out)
         written = (s for op in spelled_out for i in sorted(op.modified) for s in self._storages[op.inputs[i]])
-        self.changed = tuple(dict.fromkeys(s for s in written if isinstance(s, Constant)))
+        changed = tuple(dict.fromkeys(s for s in written if isinstance(s, Constant)))
         self._live_out = tuple(live_out)
         self._ipu = ipu
         self._is_whole = is_whole
-        self.owned = set(owned)
-        self.initial_ipus: dict[Tensor, int] = {}
-        self.final_ipus: dict[Tensor, int] = {}
-        self.nesting = 0
         self._copied_to: defaultdict[Tensor, set[int]] = defaultdict(set)
-        self.steps: list[Segment | HostControlFlow] = list(self._split_segments(spelled_out))
+        self._built = HostSteps([], set(owned), changed)
+        self._built.steps = list(self._split_segments(spelled_out))
         self._find_last_uses(set(self._live_out))
-        self.steps = list(self._merge_repeated())
+        self._built.steps = list(self._merge_repeated())
 
-    def build(self) -> PlanBuilder:
-        """Build these steps, recursively including host-executed graphs."""
-        for step in self.steps:
+    def build(self) -> HostSteps:
+        """Build the steps, recursively including host-executed graphs."""
+        for step in self._built.steps:
             if isinstance(step, Segment):
                 written = {s for op in step.ops for i in op.modified for s in self._storages[op.inputs[i]]}
-                step.donated = tuple(t for t in step.reads if t in written & self.owned & {*step.makes})
-                self.owned.update(step.makes)
+                step.donated = tuple(t for t in step.reads if t in written & self._built.owned & {*step.makes})
+                self._built.owned.update(step.makes)
                 self._insert_copies(step, {t: step.ipu for t in step.reads})
-                step.keys = {t: (t, step.ipu) for t in step.reads if self.final_ipus[t] != step.ipu}
+                step.keys = {t: (t, step.ipu) for t in step.reads if self._built.final_ipus[t] != step.ipu}
                 self._record_results(step, {t: self._segmentation.result_ipu(t, step.ipu) for t in step.makes})
             else:
                 self._plan_control_flow(step)
         for t in self._live_out:
             self._locate(t, self._ipu)
-        return self
+        return self._built
 
     def _with_stack_allocations(self, ops: Iterable[Op]) -> Iterator[Op]:
         """Ops, with allocations of stacked outputs before each host-executed loop."""
@@ -145,11 +119,11 @@ class PlanBuilder:
 
     def _structure(self, ops: Sequence[Op]) -> Structure:
         """The structure of some ops."""
-        return structure_of(tuple(self._segmentation.encoded(ops, self.changed).code))
+        return structure_of(tuple(self._segmentation.encoded(ops, self._built.changed).code))
 
     def _is_immutable(self, t: Tensor) -> bool:
         """Whether a storage is immutable: a constant without modifications."""
-        return isinstance(t, Constant) and t not in self.changed
+        return isinstance(t, Constant) and t not in self._built.changed
 
     def _control_flow(self, op: Op) -> HostControlFlow:
         stacks = tuple(stack.result for stack in self._stacks.get(op, ()))
@@ -178,7 +152,7 @@ class PlanBuilder:
             yield SubPlan(run.graph, (*given, *kept), fixed, (*returned, *written, *kept), again)
 
     def _segment(self, ops: Sequence[Op]) -> Segment:
-        encoding = self._segmentation.encoded(ops, self.changed)
+        encoding = self._segmentation.encoded(ops, self._built.changed)
         made = dict.fromkeys(t for op in ops for t in op.outputs if t.origin is t)
         made |= dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._storages[op.inputs[i]])
         ipu = self._ipu_of(ops[0])
@@ -192,13 +166,13 @@ class PlanBuilder:
         All segments of a structure return the results needed from any of them, so they share one executable.
         """
         asked: dict[Structure, set[int]] = defaultdict(set)
-        for step in reversed(self.steps):
+        for step in reversed(self._built.steps):
             if isinstance(step, Segment):
                 asked[step.structure].update(step.encoding.numbers[t] for t in step.makes if t in needed)
             step.frees = tuple(dict.fromkeys(t for t in (*step.reads, *step.makes) if t not in needed))
             needed -= set(step.makes) - set(step.reads)
             needed |= set(step.reads)
-        for step in self.steps:
+        for step in self._built.steps:
             if isinstance(step, Segment):  # host control flow makes all results
                 step.makes = tuple(t for t in step.makes if step.encoding.numbers[t] in asked[step.structure])
                 step.frees = tuple(t for t in step.frees if t in step.reads or t in step.makes)
@@ -209,10 +183,10 @@ class PlanBuilder:
         The group returns all results of its segments, needed or not, so that programs share it: values between segments
         live until its end.
         """
-        forms = [(step.structure, step.ipu) if isinstance(step, Segment) else id(step) for step in self.steps]
-        sizes = [step.size if isinstance(step, Segment) else 0 for step in self.steps]
-        for first, count in spans(forms, sizes, [step.ipu for step in self.steps]):
-            yield self._merge(self.steps[first : first + count]) if count > 1 else self.steps[first]
+        forms = [(step.structure, step.ipu) if isinstance(step, Segment) else id(step) for step in self._built.steps]
+        sizes = [step.size if isinstance(step, Segment) else 0 for step in self._built.steps]
+        for first, count in spans(forms, sizes, [step.ipu for step in self._built.steps]):
+            yield self._merge(self._built.steps[first : first + count]) if count > 1 else self._built.steps[first]
 
     def _merge(self, segments: Sequence[Any]) -> Segment:
         """Merge consecutive segments into one."""
@@ -229,9 +203,9 @@ class PlanBuilder:
 
     def _locate(self, t: Tensor, ipu: int) -> int:
         """IPU of a storage, defaulting to `ipu` on first use."""
-        if t not in self.final_ipus:
-            self.final_ipus[t] = self.initial_ipus[t] = ipu
-        return self.final_ipus[t]
+        if t not in self._built.final_ipus:
+            self._built.final_ipus[t] = self._built.initial_ipus[t] = ipu
+        return self._built.final_ipus[t]
 
     def _insert_copies(self, step: Step, wanted: Mapping[Tensor, int]) -> None:
         """Insert copies of storages to a step's required IPUs."""
@@ -243,7 +217,7 @@ class PlanBuilder:
     def _record_results(self, step: Step, ends: dict[Tensor, int]) -> None:
         """Record result locations after a step, and drop outdated copies of overwritten storages."""
         step.result_ipus = ends
-        self.final_ipus.update(ends)
+        self._built.final_ipus.update(ends)
         stale = [(t, p) for t in dict.fromkeys((*ends, *step.frees)) for p in sorted(self._copied_to.pop(t, ()))]
         step.drops = (*step.frees, *stale)
 
@@ -251,11 +225,11 @@ class PlanBuilder:
 
     def _plan_control_flow(self, step: HostControlFlow) -> None:
         """Plan the graphs of a host-executed op, and route its arguments."""
-        owned = set(self.owned)
+        owned = set(self._built.owned)
         for subplan in step.subplans:
             self._plan_subgraph(step, subplan, owned)
             self._route_arguments(step, subplan)
-            self.nesting = max(self.nesting, 1 + subplan.plan.nesting)
+            self._built.nesting = max(self._built.nesting, 1 + subplan.plan.nesting)
         ends: dict[Tensor, int] = {}
         for subplan in step.subplans:
             left = {t: subplan.plan.final_ipus[inner] for t, inner in subplan.results}
@@ -293,13 +267,13 @@ class PlanBuilder:
         passed_on = {inner.spec for inner in returned.keys() - inputs - subplan.plan.owned}
         for origin, t in subplan.arguments:
             if t not in subplan.plan.owned and (returned[t] or t.spec in passed_on):
-                self.owned.discard(origin)
+                self._built.owned.discard(origin)
         for t, inner in subplan.results:
             is_first, is_alone = subplan is step.subplans[0], returned[inner] == 1 and inner in subplan.plan.owned
-            if is_alone and (is_first or t in self.owned):
-                self.owned.add(t)
+            if is_alone and (is_first or t in self._built.owned):
+                self._built.owned.add(t)
             else:
-                self.owned.discard(t)
+                self._built.owned.discard(t)
 
     def _route_arguments(self, step: HostControlFlow, subplan: SubPlan) -> None:
         """Insert copies of arguments to the IPUs required by a host-executed graph, for every iteration."""
@@ -311,82 +285,9 @@ class PlanBuilder:
                 keys.append(origin)
                 continue
             self._insert_copies(step, {origin: ipu})
-            keys.append(origin if self.final_ipus[origin] == ipu else (origin, ipu))
+            keys.append(origin if self._built.final_ipus[origin] == ipu else (origin, ipu))
         subplan.keys = tuple(keys)
         if step.iterations > 1:
             subplan.carried_copies = tuple(
                 (t, starts[t]) for t in subplan.carried if t in starts and at[subplan.carried[t]] != starts[t]
             )
-
-    def all_steps(self) -> Iterator[tuple[Segment | HostControlFlow, int]]:
-        """All steps, including nested steps, with execution counts."""
-        waiting = [(step, 1) for step in reversed(self.steps)]
-        while waiting:
-            step, times = waiting.pop()
-            yield step, times
-            if isinstance(step, HostControlFlow):
-                inside = [inner for subplan in step.subplans for inner in subplan.plan.steps]
-                waiting += [(inner, times * step.iterations) for inner in reversed(inside)]
-
-    def segments(self) -> tuple[Segment, ...]:
-        """Segments, ordered by first execution."""
-        return tuple(step for step, _ in self.all_steps() if isinstance(step, Segment))
-
-    def homes(self) -> dict[Channel, int]:
-        """IPU of each stream and buffer: that of its first using segment."""
-        homes: dict[Channel, int] = {}
-        for segment in self.segments():
-            for c in segment.channels:
-                homes.setdefault(c, segment.ipu)
-        return homes
-
-    def is_worthwhile(self) -> bool:
-        """Whether segments are large enough for distribution over several CPU devices."""
-        segments = [(step, times) for step, times in self.all_steps() if isinstance(step, Segment)]
-        copies = sum(len(step.copies) * times for step, times in self.all_steps())
-        copies += sum(sum(p != step.ipu for p in step.result_ipus.values()) * times for step, times in segments)
-        numbers = sum(self._segmentation.numbers(step.ops) * times for step, times in segments)
-        return numbers >= WORTHWHILE * (copies + sum(times for _, times in segments))
-
-    def prepare(self, options_at: Mapping[int, CompileOptions], ipu: int) -> None:
-        """Upload initial values of modified constants to their IPUs. These arrays are never donated."""
-        self._initial_constants = {
-            t: options_at[self.initial_ipus.get(t, ipu)].replicas.broadcast(to_device(t.data, t.dtype))
-            for t in self.changed
-        }
-
-    def run(self, values: Values, run: Run) -> None:
-        """Execute the steps."""
-        values.update(self._initial_constants)
-        for step in self.steps:
-            step.run(values, run)
-
-    def curve(self, copies: int) -> tuple[list[tuple[Segment, int, int]], list[LiveRange]]:
-        """Memory curve: segments in order, each with bytes in use on its IPU besides step inputs, split into earlier
-        values and its own results and temporaries. Also returns values live between segments. Each value counts
-        `copies` times."""
-        alive: dict[Tensor, tuple[int, int, int]] = {}
-        curve: list[tuple[Segment, int, int]] = []
-        lives: list[LiveRange] = []
-
-        def bytes_on(ipu: int) -> int:
-            return sum(size for p, size, _ in alive.values() if p == ipu)
-
-        for step in self.steps:
-            made = {t: copies * t.nelms * t.dtype.itemsize for t in step.makes if t not in step.reads}
-            if isinstance(step, Segment):
-                executable = step.structure.executable  # `None` where another process runs it
-                needed = 0 if executable is None else executable.memory_analysis().temp_size_in_bytes
-                curve.append((step, bytes_on(step.ipu), sum(made.values()) + needed))
-            else:  # the steps of host control flow make its results
-                for subplan in step.subplans:
-                    inner, within = subplan.plan.curve(copies)
-                    lives += (LiveRange(t, ipu, size, len(curve) + a, len(curve) + b) for t, ipu, size, a, b in within)
-                    curve += [(segment, bytes_on(segment.ipu) + before, inside) for segment, before, inside in inner]
-            now = len(curve) - 1
-            alive |= {t: (step.result_ipus[t], size, now) for t, size in made.items()}
-            for t in step.frees:
-                if t in alive:
-                    lives.append(LiveRange(t, *alive.pop(t), now))
-        lives += (LiveRange(t, *known, len(curve) - 1) for t, known in alive.items())
-        return curve, lives

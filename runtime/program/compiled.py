@@ -24,8 +24,8 @@ from runtime.lowering.channels import FAILURE, Channels, Failure
 from runtime.lowering.environment import Environment
 from runtime.lowering.lower import Lowering, recursing_into
 from runtime.lowering.rerolled_loops import ProgramOrder
+from runtime.plan.host_steps import HostSteps
 from runtime.plan.plan import Plan
-from runtime.plan.planning import PlanBuilder
 from runtime.plan.segments import described_state
 from runtime.plan.structure import Structure, forget
 from runtime.program.laying_out import layout_for
@@ -219,7 +219,7 @@ def end_run(
 # As a plan -----------------------------------------------------------------------------------------------------------
 
 
-def _plan(layout: Layout, steps: PlanBuilder, known: Sequence[Any] | None, watch: Watch) -> Plan:
+def _plan(layout: Layout, steps: HostSteps, known: Sequence[Any] | None, watch: Watch) -> Plan:
     """Compile the program as segments, executed sequentially by the host."""
     buffers = {buffer: layout.homes[buffer] for buffer in layout.buffers}
     channels = {ipu: _channels_in(ipu, layout, steps) for ipu in layout.compile_options}
@@ -238,13 +238,13 @@ def _plan(layout: Layout, steps: PlanBuilder, known: Sequence[Any] | None, watch
     return plan
 
 
-def _channels_in(ipu: int, layout: Layout, steps: PlanBuilder) -> tuple[Stream | Failure, ...]:
+def _channels_in(ipu: int, layout: Layout, steps: HostSteps) -> tuple[Stream | Failure, ...]:
     """Channels located at an IPU. The failure channel exists wherever a segment performs checks."""
     checks = any(FAILURE in segment.channels for segment in steps.segments() if segment.ipu == ipu)
     return tuple(c for c in layout.channels if (checks if c is FAILURE else layout.homes[c] == ipu))
 
 
-def _adopt(layout: Layout, steps: PlanBuilder, executables: Sequence[Any]) -> list[Structure]:
+def _adopt(layout: Layout, steps: HostSteps, executables: Sequence[Any]) -> list[Structure]:
     """Adopt precompiled executables for the plan's segments. They stay registered while the caller references the
     returned structures."""
     structures = dict.fromkeys(

@@ -27,7 +27,8 @@ from runtime.lowering.channels import FAILURE, Channel, Failure, channels_of, pr
 from runtime.lowering.collectives import devices_meet
 from runtime.plan.compile_options import CompileOptions
 from runtime.plan.decision import Decision
-from runtime.plan.planning import PlanBuilder, plan_of
+from runtime.plan.host_steps import HostSteps
+from runtime.plan.planning import plan_of
 from runtime.plan.stages import stages_of
 from runtime.program.blocks import VariableBlock, blocks_of
 from runtime.targets.compile_target import HOST, CompileTarget
@@ -134,7 +135,7 @@ class Layout:
         return any(devices_meet(self.main.ops, options.replicas) for options in self.compile_options.values())
 
     @cached_property
-    def steps(self) -> PlanBuilder | None:
+    def steps(self) -> HostSteps | None:
         """Steps executed by the host, for planned programs; else `None`. They store the compiled segments."""
         if self._segmentation is None:
             return None

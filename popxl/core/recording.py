@@ -153,14 +153,21 @@ class Op:
         inside = inner.location if inner.producer is None else inner.producer.actual_location(inner)
         return inside if self._goes_to(inside) else self.location
 
+    def has_certain_location(self, t: Tensor) -> bool:
+        """Whether a result's ops are where this op is: a called graph may have been built on another IPU."""
+        i = self.outputs.index(t)
+        made = {each for run in self.runs for each in (run.outputs[i], run.outputs[i].origin)}
+        return all(each.has_certain_location and not _differ(each.location, self.location) for each in made)
+
     def read_elsewhere(self) -> tuple[bool, ...]:
-        """For each input, whether a called multi-IPU graph reads it elsewhere."""
-        if self.kind.runs is None or self.kind.runs.chooses:
-            return (False,) * len(self.inputs)
-        (run,) = self.runs
-        inputs = run.inputs[: len(run.given)]
-        elsewhere = {place for place in {inner.used_at for inner in inputs} if self._goes_to(place)}
-        return tuple(inner.is_read_elsewhere or inner.used_at in elsewhere for inner in inputs)
+        """For each input, whether a called graph that was built on another IPU reads it."""
+        elsewhere = {
+            t
+            for run in self.runs
+            for t, inner in zip(run.given, run.inputs, strict=False)
+            if inner.is_read_elsewhere or _differ(inner.used_at, self.location)
+        }
+        return tuple(t in elsewhere for t in self.inputs)
 
     def _goes_to(self, place: Location) -> bool:
         """Test whether this op calls or loops a multi-IPU graph that includes a location's IPU."""
@@ -340,6 +347,11 @@ def foreign_tensor(name: str, operand: str, t: Tensor, graph: Graph) -> ValueErr
             "`create_graph`, or `popxl.graph_input`) and bind it where the graph is called."
         )
     return ValueError(f"{name}: `{operand}` is {t!r}, which is not in {graph.title}, the current graph. {remedy}")
+
+
+def _differ(one: Location, other: Location) -> bool:
+    """Whether two locations are known to be on different IPUs or tile sets."""
+    return any(a != b for a, b in zip(one, other, strict=True) if a is not None and b is not None)
 
 
 def check_colocated(names: Sequence[str], tensors: Sequence[Tensor], which: tuple[str, ...] | None = None) -> None:

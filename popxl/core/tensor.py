@@ -209,10 +209,10 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def has_certain_location(self) -> bool:
-        """Whether `location` is exact; calls and loops of multi-IPU graphs may place results elsewhere."""
+        """Whether `location` is exact: ops of called graphs may be on other IPUs than the call."""
         op = self.producer
         if op is not None:
-            return op.actual_location(self) == op.location_of(self)
+            return op.has_certain_location(self)
         bound = None if self._bound is None else self._bound()
         return not self.is_read_elsewhere if bound is None else bound.has_certain_location
 

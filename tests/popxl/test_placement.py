@@ -298,9 +298,27 @@ def what_is_handed_on() -> Any:
     return [far, y, z]
 
 
+def graphs_of_the_other() -> Any:
+    """A graph that was built on one IPU and is called on another, and its gradient; their results go with both."""
+    x, w = popxl.variable(X, name="x"), popxl.variable(X * 2, name="w")
+    with popxl.ipu(1):
+        graph = popxl.gir().create_graph(lambda x, w: ops.tanh(x * w), x, w)
+    gradient = autodiff(graph, grads_required=[graph.inputs[1]])
+    site = ops.call_with_info(graph, x, w)
+    with popxl.ipu(1):
+        seed = popxl.constant(X + 1.0) * 0.5
+        error = seed - site.outputs[0]
+    (dw,) = ops.call(gradient.graph, error, inputs_dict=gradient.inputs_dict(site))
+    with popxl.ipu(1):
+        ops.scaled_add_(w, dw, b=-0.5)
+        far = w + seed
+    return [far, x + dw]
+
+
 PROGRAMS = [
     what_is_handed_on,
     one_graph_on_two,
+    graphs_of_the_other,
     one_after_the_other,
     one_variable_on_two,
     one_buffer_on_two,

@@ -598,6 +598,38 @@ def test_what_a_called_graph_has_elsewhere(ir, loop, nested):
             there + y
 
 
+@pytest.mark.parametrize("kind", ["call", "repeat", "conditional", "nested"])
+def test_a_graph_of_another_ipu(ir, kind):
+    """Its ops were placed on IPU 1. The call is on IPU 0, and moves no op: results and inputs go with both."""
+    with ir.main_graph:
+        v, w, x = (popxl.variable(k, F32) for k in (1.0, 2.0, 3.0))
+        with popxl.ipu(1):
+            graph = ir.create_graph(lambda v, w: v * w, v, w)
+            there = x + 1.0
+        if kind == "nested":
+            graph = ir.create_graph(lambda v, w: ops.call(graph, v, w), v, w)
+        if kind == "conditional":
+            (y,) = ops.conditional(popxl.constant(True), graph, graph, [v, w], [v, w])
+        else:
+            (y,) = ops.repeat(graph, 3, v, w) if kind == "repeat" else ops.call(graph, v, w)
+        here = popxl.constant(4.0) + 1.0
+        for t in (y, v, w):
+            ops.add_(there, t), t + there, here + t
+        with pytest.raises(ValueError, match="different IPUs: 5 and 1"), popxl.ipu(5):
+            ops.add(popxl.constant(1.0) + 1.0, there)
+
+
+def test_a_graph_of_other_tiles(ir):
+    """As of another IPU."""
+    with ir.main_graph:
+        v, x = popxl.variable(1.0), popxl.variable(2.0)
+        with popxl.io_tiles():
+            graph = ir.create_graph(lambda v: v + 1.0, v)
+            there = x + 1.0
+        (y,) = ops.call(graph, v)
+        ops.add_(there, y), v + there, y + popxl.constant(1.0)
+
+
 def test_a_copied_tensor_is_where_it_is_copied_from(ir):
     with ir.main_graph, popxl.ipu(3):
         v, c = popxl.variable(1.0), popxl.constant(1.0)

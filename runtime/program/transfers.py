@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -94,6 +95,40 @@ def _replica_values(layout: Layout, t: Tensor, array: np.ndarray, count: int) ->
 # To the host ----------------------------------------------------------------------------------------------------------
 
 
+class _ChangedArray(NamedTuple):
+    """Array that runs change, with variables in it.
+
+    Attributes:
+        place: what it is an array of: a remote buffer, or the first variable of a block.
+        variables: those that runs change.
+        rows: function that returns rows of some of these variables, one for each replica, from the array on the host,
+            and a number of replicas.
+    """
+
+    place: Tensor | RemoteBuffer
+    array: Array | None
+    variables: tuple[Variable, ...]
+    rows: Callable[[Collection[Variable], np.ndarray, int], Mapping[Variable, np.ndarray]]
+
+
+def _changed_arrays(layout: Layout, changing: Sequence[Array | None]) -> Iterator[_ChangedArray]:
+    """Arrays of blocks and remote buffers that a program changes."""
+    count = len(layout.changing)
+    for block, array in zip(layout.changing, changing[:count], strict=True):
+        changed = tuple(layout.resident[t] for t in block.tensors if t in layout.changed)
+        yield _ChangedArray(block.tensors[0], array, changed, partial(_rows_of_block, block))
+    for (buffer, vs), array in zip(layout.in_buffers.items(), changing[count:], strict=True):
+        if buffer in layout.stored_to:
+            yield _ChangedArray(buffer, array, vs, partial(remote.rows_of_slots, buffer))
+
+
+def _rows_of_block(
+    block: VariableBlock, variables: Collection[Variable], array: np.ndarray, count: int
+) -> dict[Variable, np.ndarray]:
+    rows = array.reshape(count, len(block.tensors), -1)
+    return {v: rows[:, block.tensors.index(v.on_replica)] for v in variables}
+
+
 def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostValue]:
     """Fetch values of all changed variables, without writing host copies.
 
@@ -101,23 +136,13 @@ def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostV
         changing: arrays that it changes, including those of its remote buffers; `None` for those of other sessions.
     """
     fetched: list[HostValue] = []
-    count = len(layout.changing)
-    for block, value in zip(layout.changing, changing[:count], strict=True):
-        if value is None:
+    for place, array, variables, rows_of in _changed_arrays(layout, changing):
+        if array is None or not variables:
             continue
-        replicas = layout.compile_options_for(block.tensors[0]).replicas
-        changed = [t for t in block.tensors if t in layout.changed]
-        one_will_do = layout.divided is None and all(
-            (v := layout.resident[t]) is t and _is_replicated(v) for t in changed
-        )
-        array = replicas.fetched_once(value) if one_will_do else _fetched(layout, block.tensors[0], value)
-        rows = array.reshape(replicas.count, len(block.tensors), -1)
-        for t in changed:
-            fetched.append(_host_value(layout, layout.resident[t], rows[:, block.tensors.index(t)]))
-    for (buffer, vs), slots in zip(layout.in_buffers.items(), changing[count:], strict=True):
-        if vs and buffer in layout.stored_to:
-            rows_of = remote.rows_of_slots(buffer, vs, _fetched(layout, buffer, slots), layout.replicas.count)
-            fetched += [_host_value(layout, v, array) for v, array in rows_of.items()]
+        replicas = layout.compile_options_for(place).replicas
+        one_will_do = layout.divided is None and not isinstance(place, RemoteBuffer) and all(map(_is_equal, variables))
+        on_host = replicas.fetched_once(array) if one_will_do else _fetched(layout, place, array)
+        fetched += [_host_value(layout, v, row) for v, row in rows_of(variables, on_host, replicas.count).items()]
     return fetched
 
 
@@ -130,9 +155,10 @@ def _fetched(layout: Layout, thing: Tensor | RemoteBuffer, array: Array) -> np.n
     return replicas.fetched(layout.stages.own_copy(array))
 
 
-def _is_replicated(v: Variable) -> bool:
-    """Whether a variable is declared equal on all replicas, with retrieval from a single one."""
-    return v.replica_grouping.num_groups == 1 and v.retrieval_mode != "all_replicas"
+def _is_equal(v: Variable) -> bool:
+    """Whether a variable is declared equal on all replicas, which have all of it, with retrieval from a single one."""
+    is_sharded = v.piece is not None or v.location_info.isSharded()
+    return v.replica_grouping.num_groups == 1 and v.retrieval_mode != "all_replicas" and not is_sharded
 
 
 def _host_value(layout: Layout, v: Variable, array: np.ndarray) -> HostValue:
@@ -174,27 +200,18 @@ def fetch_local(
     if layout.divided is None or layout.stages is not None:
         return None
     first = layout.divided.own_replicas[0]
-    blocks = zip(layout.changing, changing, strict=False)
-    changed = {layout.resident[t]: (t, block, array) for block, array in blocks for t in block.tensors}
-    buffers = zip(layout.in_buffers.items(), changing[len(layout.changing) :], strict=True)
-    stored = {v: (buffer, array) for (buffer, vs), array in buffers if buffer in layout.stored_to for v in vs}
-    elsewhere = {v for v, (t, *_) in changed.items() if v is not t or not _is_replicated(v)}
-    elsewhere.update(v for v in stored if v.location_info.isSharded() or not _is_replicated(v))
-    if not elsewhere.isdisjoint(variables):
+    changed = {v: each for each in _changed_arrays(layout, changing) for v in each.variables}
+    if not all(map(_is_equal, changed.keys() & {*variables})):
         return None
 
     def value(v: Variable) -> np.ndarray:
-        if v in stored:
-            buffer, array = stored[v]
-            replicas = layout.compile_options_for(buffer).replicas
-            assert isinstance(replicas, DividedReplicas)
-            slots = replicas.fetched_here(array, {first})[first]
-            return to_host(remote.rows_of_slots(buffer, [v], slots)[v][0], v.dtype).reshape(v.shape)
         if v not in changed:
             return v.data
-        t, block, array = changed[v]
-        rows = layout.compile_options_for(t).replicas.fetched_once(array)[0].reshape(len(block.tensors), *v.shape)
-        return to_host(rows[block.tensors.index(t)], v.dtype)
+        place, array, _, rows_of = changed[v]
+        replicas = layout.compile_options_for(place).replicas
+        assert isinstance(replicas, DividedReplicas)
+        rows = rows_of([v], replicas.fetched_here(array, {first})[first], 1)
+        return to_host(rows[v][0], v.dtype).reshape(v.shape)
 
     return {v: value(v) for v in variables}
 
@@ -229,37 +246,19 @@ def _parts_on_devices(
     layout: Layout, changing: Sequence[Array], variables: set[Variable], own: set[int]
 ) -> dict[Variable, list[Part]]:
     """Variable parts on devices, for variables changed by the program."""
-    count = len(layout.changing)
-    firsts = {v: shard_layout(v).first_holders for v in variables}
     parts: dict[Variable, list[Part]] = {}
-
-    def fetched(array: Array, thing: Tensor | RemoteBuffer, vs: Iterable[Variable]) -> dict[int, np.ndarray]:
-        replicas = layout.compile_options_for(thing).replicas
+    for place, array, changed, rows_of in _changed_arrays(layout, changing):
+        if not (vs := variables.intersection(changed)) or layout.is_elsewhere(place):
+            continue
+        firsts = {v: shard_layout(v).first_holders for v in vs}
+        replicas = layout.compile_options_for(place).replicas
         assert isinstance(replicas, DividedReplicas)
-        return replicas.fetched_here(array, own & set(chain(*(firsts[v] for v in vs))))
-
-    def add_replica(replica: int, rows: Mapping[Variable, np.ndarray]) -> None:
-        for v, row in rows.items():
-            if replica in firsts[v]:
-                start, stop = firsts[v][replica]
-                parts[v].append((start, to_host(row[: stop - start], v.dtype)))
-
-    for block, array in zip(layout.changing, changing, strict=False):
-        index = {layout.resident[t]: k for k, t in enumerate(block.tensors) if t in layout.changed}
-        if layout.is_elsewhere(block.tensors[0]):
-            continue
-        if vs := variables & index.keys():
-            parts |= {v: [] for v in vs}
-            for replica, values in fetched(array, block.tensors[0], vs).items():
-                rows = values.reshape(len(block.tensors), -1)
-                add_replica(replica, {v: rows[index[v]] for v in vs})
-    for (buffer, inside), array in zip(layout.in_buffers.items(), changing[count:], strict=True):
-        if layout.is_elsewhere(buffer):
-            continue
-        if buffer in layout.stored_to and (vs := variables & set(inside)):
-            parts |= {v: [] for v in vs}
-            for replica, slots in fetched(array, buffer, vs).items():
-                add_replica(replica, {v: row[0] for v, row in remote.rows_of_slots(buffer, vs, slots).items()})
+        parts |= {v: [] for v in vs}
+        for replica, values in replicas.fetched_here(array, own.intersection(chain(*firsts.values()))).items():
+            for v, (row,) in rows_of(vs, values, 1).items():
+                if replica in firsts[v]:
+                    start, stop = firsts[v][replica]
+                    parts[v].append((start, to_host(row[: stop - start], v.dtype)))
     return parts
 
 

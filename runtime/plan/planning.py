@@ -168,13 +168,13 @@ class PlanBuilder:
         asked: dict[Structure, set[int]] = defaultdict(set)
         for step in reversed(self._built.steps):
             if isinstance(step, Segment):
-                asked[step.structure].update(step.encoding.numbers[t] for t in step.makes if t in needed)
+                asked[step.op_structure].update(step.encoding.numbers[t] for t in step.makes if t in needed)
             step.frees = tuple(dict.fromkeys(t for t in (*step.reads, *step.makes) if t not in needed))
             needed -= set(step.makes) - set(step.reads)
             needed |= set(step.reads)
         for step in self._built.steps:
             if isinstance(step, Segment):  # host control flow makes all results
-                step.makes = tuple(t for t in step.makes if step.encoding.numbers[t] in asked[step.structure])
+                step.makes = tuple(t for t in step.makes if step.encoding.numbers[t] in asked[step.op_structure])
                 step.frees = tuple(t for t in step.frees if t in step.reads or t in step.makes)
 
     def _merge_repeated(self) -> Iterator[Segment | HostControlFlow]:
@@ -183,7 +183,7 @@ class PlanBuilder:
         The group returns all results of its segments, needed or not, so that programs share it: values between segments
         live until its end.
         """
-        forms = [(step.structure, step.ipu) if isinstance(step, Segment) else id(step) for step in self._built.steps]
+        forms = [(step.op_structure, step.ipu) if isinstance(step, Segment) else id(step) for step in self._built.steps]
         sizes = [step.size if isinstance(step, Segment) else 0 for step in self._built.steps]
         for first, count in spans(forms, sizes, [step.ipu for step in self._built.steps]):
             yield self._merge(self._built.steps[first : first + count]) if count > 1 else self._built.steps[first]

@@ -30,7 +30,7 @@ from runtime.lowering.lower import Lowering
 from runtime.lowering.platform_hooks import CollectiveLock, hooks_for
 from runtime.plan.compile_options import CompileOptions
 from runtime.plan.stages import Stages, call_now
-from runtime.plan.structure import Structure, structure_of
+from runtime.plan.structure import StructuralEncoder, Structure, structure_of
 from runtime.targets.compile_target import HOST
 from runtime.timeline import Recorder
 
@@ -149,7 +149,7 @@ class CompiledSegment(NamedTuple):
     seconds: float
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Segment(Step):
     """Segment: ops compiled and executed together.
 
@@ -162,16 +162,16 @@ class Segment(Step):
         seconds: compile time; 0, if a segment of the same structure had been compiled before.
     """
 
-    ops: tuple[Op, ...] = ()
-    size: int = 0
-    encoding: Any = None
+    ops: tuple[Op, ...]
+    size: int
+    encoding: StructuralEncoder
     donated: tuple[Tensor, ...] = ()
     keys: dict[Tensor, Key] = field(default_factory=dict)
     shared: tuple[Channel, ...] = ()
     seconds: float = 0.0
 
     @cached_property
-    def structure(self) -> Structure:
+    def op_structure(self) -> Structure:
         """Structure of the ops alone."""
         return structure_of(tuple(self.encoding.code))
 
@@ -193,7 +193,7 @@ class Segment(Step):
         return structure_of((*self.encoding.code, results, options.key()))
 
     def prepare(self, options_at: Mapping[int, CompileOptions]) -> None:
-        """Determine compilation inputs, and upload constant arguments to the segment's IPU."""
+        """Determine inputs, results and the structure of the executable; upload constants to the segment's IPU."""
         options = options_at[self.ipu]
         self.feeds = tuple(c for c in self.channels if isinstance(c, HostToDeviceStream))
         self.borrowed = tuple(t for t in self.encoding.roots if t not in self.donated)
@@ -290,7 +290,7 @@ class Segment(Step):
     def _run_ops(self, values: Values, run: Run, channels: Channels) -> None:
         overwritten, positions, new = run.call(
             self.structure.executable,
-            self._name,
+            lambda: self.name,
             [values[key] for key in self._donated_keys],
             self._borrowed_arguments(values),
             [channels.transfers(c) for c in self.feeds],
@@ -306,9 +306,6 @@ class Segment(Step):
         if not self._constants:
             return [values[key] for key in self._borrowed_keys]
         return [self._constants[key] if key in self._constants else values[key] for key in self._borrowed_keys]
-
-    def _name(self) -> str:
-        return self.name
 
 
 @dataclass
@@ -364,7 +361,7 @@ class SubPlan:
             values[t] = run.copy_to_ipu(values[t], ipu)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class HostControlFlow(Step):
     """Op with host-executed graphs: a call, a loop (iteration by iteration), or a conditional (one branch).
 
@@ -375,11 +372,11 @@ class HostControlFlow(Step):
         loop_inputs: inputs that only the graph of a loop has: the iteration number, and true.
     """
 
-    op: Any = None
-    subplans: tuple[SubPlan, ...] = ()
-    condition: Tensor | None = None
-    numbers: range = range(1)
-    loop_inputs: tuple[Tensor, ...] = ()
+    op: Op
+    subplans: tuple[SubPlan, ...]
+    condition: Tensor | None
+    numbers: range
+    loop_inputs: tuple[Tensor, ...]
 
     @property
     def iterations(self) -> int:

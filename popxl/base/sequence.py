@@ -38,6 +38,8 @@ class Sequencer:
     def block(self, mode: object) -> Iterator[None]:
         """Enter a mode; leaving the outermost block forgets everything."""
         before = self.mode
+        is_nested_chain = mode is True and before is False
+        earlier = {key: memory.all_members for key, memory in self._memories.items()} if is_nested_chain else {}
         if mode == "pass":
             self._memories.clear()
         elif mode is False and before is True:
@@ -48,6 +50,9 @@ class Sequencer:
         try:
             yield
         finally:
+            if is_nested_chain:  # the unordered block goes on after all of the chain, also where this ends unordered
+                changed = {k: m.all_members for k, m in self._memories.items() if m.all_members != earlier.get(k)}
+                self._memories |= {key: _Memory(before=members) for key, members in changed.items()}
             self.mode = before
             self._depth -= 1
             if self._depth == 0:

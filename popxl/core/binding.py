@@ -94,9 +94,9 @@ def _is_by_ref(annotation: Any) -> bool:
         return True
     if TensorByRef in parts or (isinstance(annotation, str) and "TensorByRef" in annotation):
         _log.warn(
-            f"create_graph: inputs that are annotated as {annotation!r} are passed by value. Of use are TensorByRef, "
-            "typing.List[TensorByRef] and typing.Tuple[TensorByRef], and no text, which `from __future__ import "
-            "annotations` makes of them."
+            f"create_graph: inputs that are annotated as {annotation!r} are passed by value. Annotate with "
+            "TensorByRef, typing.List[TensorByRef] or typing.Tuple[TensorByRef] to pass by reference. Text is not "
+            "read as an annotation: `from __future__ import annotations` makes them text."
         )
     return False
 

@@ -276,6 +276,23 @@ def three_levels():
         op("g")
 
 
+def a_chain_that_ends_with_an_unordered_block():
+    with popxl.in_sequence(False):
+        op("a")
+        with popxl.in_sequence():
+            op("b")
+            with popxl.in_sequence(False):
+                op("c")
+                op("d")
+        op("e")
+        with popxl.in_sequence(), popxl.in_sequence(False):
+            op("f")
+        op("g")
+        with popxl.in_sequence():
+            pass
+        op("h")
+
+
 def a_chain_in_a_chain():
     with popxl.in_sequence():
         op("a")
@@ -331,6 +348,10 @@ ORDERS = [
     (two_unordered_blocks_in_a_chain, {"c": "ab", "d": "ab", "e": "abcd"}),
     (a_chain_in_an_unordered_block, {"b": "a", "c": "ab", "d": "abc", "e": "abc"}),
     (three_levels, {"b": "a", "c": "ab", "d": "abc", "e": "abcd", "f": "abcd", "g": "abcdef"}),
+    (
+        a_chain_that_ends_with_an_unordered_block,
+        {"b": "a", "c": "ab", "d": "ab", "e": "abcd", "f": "abcde", "g": "abcdef", "h": "abcdef"},
+    ),
     (a_chain_in_a_chain, {"b": "a", "c": "ab"}),
     (an_unordered_block_in_an_unordered_block, {}),
     (a_pass_block, {"b": "a", "f": "e"}),

@@ -7,6 +7,7 @@
     ir._pb_ir.getId()                               ir.id
     ir._pb_ir.logIr(), setPatterns(...),            nothing: what they did is not needed
         applyPreAliasPatterns(graph), updateVertices()
+    graph._pb_graph.getOps()                        graph.ops
     graph._create_tensor_id(name)                   nothing: ids are given when tensors are made
     session._pb_session.setEngineIsLoaded(False)    session.detach()
     session._full_input_shape(shape)                session.host_shape(shape)
@@ -33,6 +34,7 @@ from types import ModuleType
 from typing import Any
 
 from popxl import ops
+from popxl.core.recording import Op
 from popxl.dtypes import float32
 from popxl.graph import Graph
 from popxl.ir import Ir
@@ -78,6 +80,17 @@ class _LowLevelIr:
         """Does nothing: ops know their graph."""
 
 
+class _LowLevelGraph:
+    """Substitute for a graph's `_pb_graph`."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+
+    def getOps(self) -> Sequence[Op]:
+        """The ops, in the order of execution. `popart._internal.ir.op` has their classes."""
+        return list(self._graph.ops)
+
+
 class _LowLevelSession:
     """Substitute for a session's `_pb_session`."""
 
@@ -102,7 +115,7 @@ _ANY = TensorSpec((), float32)
 _DOORS: dict[type, dict[str, Any]] = {
     Ir: {"_pb_ir": property(_LowLevelIr)},
     Session: {"_pb_session": property(_LowLevelSession)},
-    Graph: {"_create_tensor_id": _create_tensor_id},
+    Graph: {"_pb_graph": property(_LowLevelGraph), "_create_tensor_id": _create_tensor_id},
 }
 
 for _of, _names in _DOORS.items():

@@ -94,11 +94,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[popxl.Tensor]:
             yield from _tensors(value)
 
 
-def ops_of_type(ops: Iterable[Op], op_type: str | OpKind) -> int:
-    """Count `ops` of a type, given by printed name (``"MatMul"``) or declaration.
+def ops_of_type(ops: Iterable[Op], op_type: str | OpKind | type) -> int:
+    """Count `ops` of a type, given by printed name (``"MatMul"``), declaration, or class.
 
     Raises:
-        TypeError: if `op_type` is neither.
+        TypeError: if `op_type` is none of these.
 
     Example:
         >>> with popxl.Ir().main_graph as main:
@@ -106,6 +106,8 @@ def ops_of_type(ops: Iterable[Op], op_type: str | OpKind) -> int:
         >>> ops_of_type(main.ops, "MatMul"), ops_of_type(main.ops, "Sub")
         (1, 0)
     """
+    if isinstance(op_type, type):  # of `popart._internal.ir.op`
+        return sum(isinstance(op, op_type) for op in ops)
     if not isinstance(op_type, str | OpKind):
         raise TypeError(
             f"ops_of_type: `op_type` is {op_type!r}; expected the name of an op type such as 'MatMul', or an OpKind."

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import popart._internal.ir as popart_ir
 import popxl
 from popxl import ops
 from popxl.transforms import autodiff
@@ -37,6 +38,19 @@ def test_graphs_of_an_ir(ir):
     assert len(low.getAllGraphs()) == 1
     graph = ir.create_empty_graph()
     assert list(low.getAllGraphs()) == [ir.main_graph, graph]
+
+
+def test_ops_of_a_graph(ir):
+    graph = ir.create_graph(lambda x: ops.gelu(x @ x - x), popxl.TensorSpec((2, 2), popxl.float32))
+    low = graph._pb_graph.getOps()
+    assert low == list(graph.ops)
+    found = popart_ir.op
+    assert [isinstance(op, found.MatMulOp) for op in low] == [True, False, False]
+    assert [isinstance(op, found.SubtractOp) for op in low] == [False, True, False]
+    assert isinstance(low[2], found.GeluOp) and not isinstance("Gelu", found.GeluOp)
+    assert found.GeluOp is found.GeluOp
+    with pytest.raises(AttributeError, match="has no attribute 'Gelu'"):
+        _ = found.Gelu
 
 
 def test_what_does_nothing(ir, run):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import popart._internal.ir as popart_ir
 import popxl
 import popxl_addons as addons
 from popxl_addons.testing_utils import TensorInput, ops_of_type, run_module
@@ -82,5 +83,8 @@ def test_ops_of_type(ir):
     assert [ops_of_type(ir.main_graph.ops, name) for name in ("MatMul", "Add", "Sub", "Own")] == [2, 1, 0, 1]
     assert ops_of_type(ir.main_graph.ops, own) == 1
     assert ops_of_type(ir.main_graph.ops, popxl.OpKind.named("MatMul")) == 2
+    classes = popart_ir.op
+    assert ops_of_type(ir.main_graph._pb_graph.getOps(), classes.MatMulOp) == 2
+    assert ops_of_type(ir.main_graph.ops, classes.SubtractOp) == 0
     with pytest.raises(TypeError, match="expected the name of an op type"):
         ops_of_type(ir.main_graph.ops, 3)

@@ -23,9 +23,9 @@ class Machine:
         """Device for a description: see `runtime.targets.devices.find_device`."""
         return find_device(description, ir)
 
-    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
-        """Compile a program for a device, selecting the best compilation mode unless known."""
-        return compile_fastest(ir, device) if known is None else compile_program(ir, device, known)
+    def program(self, ir: Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
+        """Compile a program for a device, selecting the fastest mode of called graphs unless precompiled."""
+        return compile_fastest(ir, device) if precompiled is None else compile_program(ir, device, precompiled)
 
     def runner(self, program: CompiledProgram) -> Runner | None:
         """Runner of a compiled program; `None` for offline targets."""
@@ -81,8 +81,8 @@ class PlanningMachine(IdleMachine):
         count = ir.instance_replication_factor
         return model_device(count, devices_needed(ir), count * len(ipus_used(ir)))
 
-    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
-        return PlannedProgram(device, layout_for(ir, device, None if known is None else known.mode))
+    def program(self, ir: Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
+        return PlannedProgram(device, layout_for(ir, device, None if precompiled is None else precompiled.mode))
 
 
 class TargetMachine(IdleMachine):
@@ -94,5 +94,5 @@ class TargetMachine(IdleMachine):
     def device(self, description: str | Device | Target, ir: Ir) -> Device:
         return find_device(self._target, ir)
 
-    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
+    def program(self, ir: Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
         return super().program(ir, device, None)

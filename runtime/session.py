@@ -89,14 +89,14 @@ class Session(SessionInspection, SessionVariables):
         ir: Ir,
         device_desc: str | Device | Target,
         weights_to_host_on_exit: bool,
-        known: Precompiled | None = None,
+        precompiled: Precompiled | None = None,
     ) -> None:
         check_type(ir, Ir, "Session: `ir`", "an Ir")
         if not ir.main_graph.ops and all(v.piece is None for v in ir.main_graph.variables):
             raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
-        if ir.options.enableInplaceAmbiguityChecking and known is None:
+        if ir.options.enableInplaceAmbiguityChecking and precompiled is None:
             check_in_place_order(ir.main_graph)
-        if known is None:
+        if precompiled is None:
             warn_of_unused_transfers(ir)
             run_lints(ir.main_graph)
         if ir.rounding_key in channels_of(ir.main_graph):
@@ -104,16 +104,16 @@ class Session(SessionInspection, SessionVariables):
         self._ir = ir
         self._device = self.machine.device(device_desc, ir)
         write_checkpoint(ir, "Final")
-        self.program = self.machine.program(ir, self._device, known)
+        self.program = self.machine.program(ir, self._device, precompiled)
         self.runner = self.machine.runner(self.program)
         self.store = None if self.runner is None else self.runner.store
         if self.runner is not None:
             self._run = self.runner.run
-        if known is None and len(self.program.layout.ipus) > 1:
+        if precompiled is None and len(self.program.layout.ipus) > 1:
             warn_of_crossing_updates(ir.main_graph)
         comes_back = self.store is not None and not self._is_memory_map
         self.weights_to_host_on_exit = weights_to_host_on_exit and comes_back
-        self._made_of = Snapshot(ir.main_graph)
+        self._snapshot = Snapshot(ir.main_graph)
         self._known_edits = ir.edits.known = ir.edits.count
         self._was_attached_stack: list[bool] = []
         self._host_arrays = HostArrays(self.program.layout)
@@ -187,9 +187,9 @@ class Session(SessionInspection, SessionVariables):
             UnreadableFileError: if the file is damaged, or of another kind. It is a `PopxlError` and a `ValueError`.
             PopxlError: if the program was compiled for other devices, or by other versions of popxl or JAX.
         """
-        ir, device, known = load_session(path, device_desc)
+        ir, device, precompiled = load_session(path, device_desc)
         session = cls.__new__(cls)
-        session._prepare(ir, device, weights_to_host_on_exit, known)
+        session._prepare(ir, device, weights_to_host_on_exit, precompiled)
         return session
 
     def _look_at_edits(self) -> None:

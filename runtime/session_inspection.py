@@ -31,7 +31,7 @@ class SessionInspection(NotCopyable):
 
     if TYPE_CHECKING:  # of `Session`
         _ir: Ir
-        _made_of: Snapshot
+        _snapshot: Snapshot
         machine: ClassVar[Machine]
         program: CompiledProgram
         runner: Runner | None
@@ -163,7 +163,7 @@ class SessionInspection(NotCopyable):
 
     def _check_unchanged(self, what: str) -> None:
         """Raise `PopxlError` if the Ir changed after the session's creation."""
-        if changes := self._made_of.changes():
+        if changes := self._snapshot.changes():
             raise PopxlError(
                 f"Session.{what}: {self._ir!r} has changed since this session was made, and the compiled program has "
                 f"not: {'; '.join(changes)}. Make another session of the Ir: `popxl.Session(ir)`."

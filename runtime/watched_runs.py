@@ -66,8 +66,8 @@ class WatchingMachine(Machine):
     def device(self, description: str | Device | Target, ir: Ir) -> Device:
         return self._machine.device(description, ir)
 
-    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
-        program = self._machine.program(ir, device, known)
+    def program(self, ir: Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
+        program = self._machine.program(ir, device, precompiled)
         self.programs.append((ir, program))
         return program
 
@@ -89,7 +89,7 @@ class TrialMachine(WatchingMachine):
 
     problem = ""
 
-    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
+    def program(self, ir: Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
         layout = layout_for(ir, device)
         figures = chip_at(device, layout)
         try:
@@ -104,7 +104,7 @@ class TrialMachine(WatchingMachine):
                     f"The program does not fit, and was not compiled: its variables and feeds alone need "
                     f"{bytes_text(least)} of a chip, which has {bytes_text(capacity)}."
                 )
-            return super().program(ir, device, known)
+            return super().program(ir, device, precompiled)
         except PopxlError as problem:
             self.problem = str(problem)
             raise NothingRuns from problem

@@ -163,7 +163,7 @@ class GraphFunction:
                 f"to_jax: {graph.title} updates float16 or bfloat16 in place. A session would round these "
                 "stochastically (`enableStochasticRounding`); the function rounds to nearest."
             )
-        computed = (t for g in self._made_of.graphs for op in g.ops for t in (*op.inputs, *op.outputs))
+        computed = (t for g in self._snapshot.graphs for op in g.ops for t in (*op.inputs, *op.outputs))
         self._dtypes = {t.dtype for t in (*graph.inputs, *graph.outputs, *computed)}
         self._outputs = graph.outputs
         self._parameters = self._describe()
@@ -174,7 +174,7 @@ class GraphFunction:
 
     def _lower(self) -> None:
         self._lowering = DifferentiableLowering(self.graph.ops, self.graph.ir.options, replicas=self._replicas)
-        self._made_of, self._known_edits = Snapshot(self.graph), self.graph.ir.edits.count
+        self._snapshot, self._known_edits = Snapshot(self.graph), self.graph.ir.edits.count
         self._platform: str | None = None  # of the first call: asking for JAX's default starts devices
 
     def _describe(self) -> dict[str, _Parameter]:
@@ -273,7 +273,7 @@ class GraphFunction:
     def _prepare(self) -> None:
         """Check for later graph edits and JAX's 64-bit setting; lower the graph again for new outputs or platforms."""
         if self._known_edits != self.graph.ir.edits.count:
-            if changes := self._made_of.changes(outputs=False):  # autodiff may add outputs
+            if changes := self._snapshot.changes(outputs=False):  # autodiff may add outputs
                 raise PopxlError(
                     f"{self.__name__}: {'; '.join(changes)} since `popxl.to_jax` was called. Call it again."
                 )
@@ -295,7 +295,7 @@ class GraphFunction:
         if FAILURE not in channels_of(self.graph):
             return
         id, number = channels.transfers(FAILURE)
-        for op in (part for g in self._made_of.graphs for each in g.ops for part in each.parts):
+        for op in (part for g in self._snapshot.graphs for each in g.ops for part in each.parts):
             for k, required in enumerate(op.kind.requirements):
                 where = f"in {op!r} of {op.graph.title} ({op.source})"
                 message = f"{where}, `{required.operand}` {required.message}, and it is not."

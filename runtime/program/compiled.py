@@ -94,13 +94,13 @@ class CompiledProgram:
 _cached: WeakSet[Structure] = WeakSet()  # segments that may have come from a file or cache, in any program
 
 
-def compile_program(ir: Ir, device: Device, known: Precompiled | None = None) -> CompiledProgram:
+def compile_program(ir: Ir, device: Device, precompiled: Precompiled | None = None) -> CompiledProgram:
     """Compile an Ir for a device."""
-    layout = layout_for(ir, device, None if known is None else known.mode)
-    if known is None or known.executables is None:
-        cache = compiling(ir, device, layout.mode, layout.prints, is_serializable(layout))
-        return _compiled(device, layout, cache)
-    return _compiled(device, layout, nullcontext(True), known.executables)
+    mode, executables = (None, None) if precompiled is None else (precompiled.mode, precompiled.executables)
+    layout = layout_for(ir, device, mode)
+    if executables is None:
+        return _compiled(device, layout, compiling(ir, device, layout.mode, layout.prints, is_serializable(layout)))
+    return _compiled(device, layout, nullcontext(True), executables)
 
 
 def compile_uncached(program: CompiledProgram) -> CompiledProgram:
@@ -143,10 +143,10 @@ def is_serializable(layout: Layout) -> bool:
 # As one program ------------------------------------------------------------------------------------------------------
 
 
-def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> tuple[Any, Callable[[], str]]:
+def _one_program(layout: Layout, executables: Sequence[Any] | None, watch: Watch) -> tuple[Any, Callable[[], str]]:
     """Compile the entire program as one executable. Returns it, and a function that returns its StableHLO."""
-    if known is not None:
-        (executable,) = known
+    if executables is not None:
+        (executable,) = executables
         return executable, executable.as_text
     watch.begins("the program", 0, 1)
     lowered = lowered_program(layout)
@@ -219,19 +219,19 @@ def end_run(
 # As a plan -----------------------------------------------------------------------------------------------------------
 
 
-def _plan(layout: Layout, steps: HostSteps, known: Sequence[Any] | None, watch: Watch) -> Plan:
+def _plan(layout: Layout, steps: HostSteps, executables: Sequence[Any] | None, watch: Watch) -> Plan:
     """Compile the program as segments, executed sequentially by the host."""
     buffers = {buffer: layout.homes[buffer] for buffer in layout.buffers}
     channels = {ipu: _channels_in(ipu, layout, steps) for ipu in layout.compile_options}
     # If there are several places, some may have no streams; a single one always has its ends.
     with_ends = [ipu for ipu, here in channels.items() if here or len(channels) == 1]
-    if known is None:
+    if executables is None:
         ends = {ipu: _begin_and_end(layout, ipu, channels[ipu]) for ipu in with_ends}
         held = []
     else:
-        pairs = zip(known[::2], known[1::2], strict=False)
+        pairs = zip(executables[::2], executables[1::2], strict=False)
         ends = dict(zip(with_ends, pairs, strict=False))
-        held = _adopt(layout, steps, known[2 * len(with_ends) :])
+        held = _adopt(layout, steps, executables[2 * len(with_ends) :])
     streams = (layout.used_inputs, layout.outputs)
     plan = Plan(steps, layout.changed, layout.read, buffers, *streams, channels, layout.compile_options, ends, watch)
     del held  # the segments have them by now

@@ -229,8 +229,8 @@ def _comparing(results: list[Found]) -> Iterator[None]:
         both = ("inlined", loops) if rolling is not None and rolling.loops else ("inlined",)
         made = {way: compile_program(ir, device, Precompiled(way)) for way in both}
 
-        def known(ir: Ir, device: Device, known: Precompiled | None = None) -> CompiledProgram:
-            return made[layout.mode if known is None else known.mode]
+        def known(ir: Ir, device: Device, precompiled: Precompiled | None = None) -> CompiledProgram:
+            return made[layout.mode if precompiled is None else precompiled.mode]
 
         with patch.object(mode_selection, "compile_program", known):
             program = mode_selection.compile_fastest(ir, device)

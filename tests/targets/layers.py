@@ -128,7 +128,7 @@ class InOneWay(Machine):
     def __init__(self, calls: str) -> None:
         self._calls = calls
 
-    def program(self, ir: popxl.Ir, device: Device, known: Precompiled | None) -> Any:
+    def program(self, ir: popxl.Ir, device: Device, precompiled: Precompiled | None) -> Any:
         return super().program(ir, device, Precompiled(self._calls))
 
 

@@ -37,8 +37,8 @@ class Counting(TargetMachine):
         super().__init__(target)
         self.compiled = 0
 
-    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
-        program = super().program(ir, device, known)
+    def program(self, ir: Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
+        program = super().program(ir, device, precompiled)
         self.compiled += 1
         return program
 

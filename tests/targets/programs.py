@@ -31,7 +31,7 @@ class _Catching(TargetMachine):
 
     found: tuple[Ir, Device]
 
-    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
+    def program(self, ir: Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
         self.found = ir, device
         raise NothingRuns
 

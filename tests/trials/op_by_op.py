@@ -48,7 +48,7 @@ class OpByOp(Machine):
     def device(self, description: Any, ir: popxl.Ir) -> Device:
         return one_device(ir.replication_factor)
 
-    def program(self, ir: popxl.Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
+    def program(self, ir: popxl.Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
         layout = layout_for(ir, device, "inlined")
         return CompiledProgram(device, layout, "", _Interpreter(layout), str, 0.0, False)
 

@@ -23,6 +23,8 @@ def test_names() -> None:
     assert all(hasattr(poptorch, name) for name in poptorch.__all__)
     assert poptorch.options.ConfigFileError is poptorch.ConfigFileError
     assert poptorch.enums.OutputMode is poptorch.OutputMode
+    for name in ("Attribute", "BeginBlock", "Block", "BlockFunction", "MultiConv", "NameScope", "removeBlocks"):
+        assert getattr(poptorch.ops, name) is getattr(poptorch, name)
     assert poptorch.logger.name == "poptorch::python"
     assert poptorch._poplar_executor.PoplarExecutor is poptorch.PoplarExecutor
     assert poptorch.poptorch_core.Error is poptorch.Error

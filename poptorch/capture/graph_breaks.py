@@ -82,7 +82,7 @@ class GraphBreaks:
         micro_batches: int = 1,
     ) -> None:
         self.found: list[GraphBreak] = []
-        self._training, self._micro_batches = training, micro_batches
+        self._training, self.micro_batches = training, micro_batches
         self._trained: frozenset[Value] = frozenset()
         self._inputs, self._answers = list(inputs), list(answers)
         self._contents: dict[Value, torch.Tensor] = {}
@@ -116,7 +116,7 @@ class GraphBreaks:
         Raises:
             poptorch.Error: if they would have to flow through results of the host, or there are several micro-batches.
         """
-        if self._micro_batches > 1:
+        if self.micro_batches > 1:
             raise createPoptorchError(
                 f"{source}: the host has to look at numbers here, to know a shape or what Python does next. Each "
                 "micro-batch would need a program of its own. Keep shapes, with `torch.where`; or have one micro-batch "

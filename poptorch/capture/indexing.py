@@ -1,7 +1,9 @@
 """`getitem` and `setitem`: dynamic indexing by integer tensors of shape [], whose contents are known only at run time.
 
 PyTorch would read them, as it does to get Python numbers. Here `index_select` reads the rows, and `index_copy_` writes
-them; all other indices are handled by PyTorch. The number of rows has to be known: `x[i : i + 2]`.
+them; all other indices are handled by PyTorch. The number of rows has to be known: `x[i : i + 2]`. Slices between
+tensors of one element, which is what each of several micro-batches has of an input, are read likewise where no graph
+break can serve them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ class Numbers(Protocol):
 
     def has_known_values(self, t: torch.Tensor) -> bool:
         """Whether tensor contents are readable during capture."""
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether no graph break can serve this place: none is allowed, or there are several micro-batches."""
 
     def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
         """Difference `stop - start` of two scalars, if constant across runs; otherwise `None`."""
@@ -68,12 +74,12 @@ def _first_unknown(t: torch.Tensor, index: Any, numbers: Numbers) -> tuple[int, 
 
 
 def _rows(part: slice, size: int, numbers: Numbers) -> torch.Tensor | None:
-    """Row numbers of a slice between two scalar tensors; `None` if PyTorch should handle the slice, or raise an error.
+    """Row numbers of a slice between two integer tensors; `None` if PyTorch should handle the slice, or raise an error.
 
     Raises:
         poptorch.Error: for a number of rows that is 0, or no divisor of all rows.
     """
-    if not all(_is_row(each) and not numbers.has_known_values(each) for each in (part.start, part.stop)):
+    if not all(_is_end(each, numbers) and not numbers.has_known_values(each) for each in (part.start, part.stop)):
         return None
     length = numbers.distance(part.start, part.stop)
     if length is None:
@@ -89,7 +95,8 @@ def _rows(part: slice, size: int, numbers: Numbers) -> torch.Tensor | None:
             f"A slice between two tensors has {length} rows, of {size}; expected a number that divides these. "
             "`poptorch.dynamic_slice(x, dim, start, size, 1)` takes any."
         )
-    return _from_the_front(part.start, size) + torch.arange(0, length, 1 if part.step is None else part.step)
+    rows = torch.arange(0, length, 1 if part.step is None else part.step)
+    return _from_the_front(part.start.reshape(()), size) + rows
 
 
 def _from_the_front(row: torch.Tensor, size: int) -> torch.Tensor:
@@ -104,8 +111,16 @@ def _dims(index: Any) -> int:
 
 
 def _is_row(index: Any) -> bool:
-    is_integer = isinstance(index, torch.Tensor) and index.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
-    return is_integer and not index.dim()
+    return _is_integer(index) and not index.dim()
+
+
+def _is_end(index: Any, numbers: Numbers) -> bool:
+    """Whether an end of a slice is read on the device."""
+    return _is_row(index) or _is_integer(index) and index.numel() == 1 and numbers.is_one_program
+
+
+def _is_integer(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def index_by_masks(tracer: Tracer, t: torch.Tensor, indices: Any) -> Any:

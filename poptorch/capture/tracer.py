@@ -319,11 +319,7 @@ class Tracer:
         """Record an op of PyTorch."""
         if self.is_suspended or op.namespace == "prim":
             return op(*args, **kwargs)
-        if (
-            op._opname in ("index_put", "index_put_")
-            and is_mixed(args[1])
-            and (places := masks_to_indices(self, args[1]))
-        ):
+        if op._opname.rstrip("_") == "index_put" and is_mixed(args[1]) and (places := masks_to_indices(self, args[1])):
             args = (args[0], places, *args[2:])
         given = arguments_of(op, args, kwargs)
         generator = given.pop("generator", None)
@@ -426,6 +422,11 @@ class Tracer:
     def may_break_graph(self) -> bool:
         """Whether a graph break is allowed at this point."""
         return self._breaks is not None and not (self.recorder.frames.is_nested or in_transform())
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether no graph break can serve this place: none is allowed, or there are several micro-batches."""
+        return not self.may_break_graph or self._breaks is not None and self._breaks.micro_batches > 1
 
     def break_graph(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Insert a graph break for a function with run-dependent results; returns these results."""

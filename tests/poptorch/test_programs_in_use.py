@@ -347,6 +347,21 @@ def test_slices_between_tensors() -> None:
     both(model, X, PLACE)
 
 
+def test_slices_of_micro_batches() -> None:
+    """Where each micro-batch has one number of an input, of the shape [1]."""
+
+    def model(x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.clone()
+        y[:, i : i + 1] = -1
+        return x[:, i : i + 2], x[:, i - 1 : i + 1], y
+
+    places = torch.tensor([1, 2, -3])
+    results = poptorch.inferenceModel(model, poptorch.Options().deviceIterations(3))(X, places)
+    expected = zip(*(model(x, i) for x, i in zip(X.split(1), places.split(1), strict=True)), strict=True)
+    for found, parts in zip(results, expected, strict=True):
+        torch.testing.assert_close(found, torch.cat(parts))
+
+
 def test_slices_of_unknown_length_are_refused() -> None:
     for forward in (lambda x, i: x[i:], lambda x, i: x[i : 2 * i], lambda x, i: x[:i]):
         with pytest.raises(poptorch.Error, match="numbers in a tensor cannot be read.*dynamic_slice"):

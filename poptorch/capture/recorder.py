@@ -1,9 +1,9 @@
 """`Recorder`: records ops in functional form during execution.
 
 PyTorch has storages that tensors view and write to; a `Trace` has values that are assigned once. The two are linked by
-a *cell* for each storage, which holds the current value of the storage, and for each tensor a *lens*: the views that
-lead from the storage to the tensor. Reading a tensor that was overwritten meanwhile, by itself or by another view,
-makes these views again; writing puts the new value back through them.
+a `TensorStorage` for each storage, which holds its current value, and for each tensor a *lens*: the views that lead
+from the storage to the tensor. Reading a tensor that was overwritten meanwhile, by itself or by another view, makes
+these views again; writing puts the new value back through them.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Recorder:
         self._module = module
         self.frames = FrameStack(self.host, self.source)
         self._views: dict[int, TensorView] = {}
-        self._cells: dict[int, TensorStorage] = {}
-        self._all_cells: list[TensorStorage] = []
+        self._storages: dict[int, TensorStorage] = {}
+        self._all_storages: list[TensorStorage] = []
         self._parts = 0
         self._beside: Node | None = None
         self._numbers: dict[Value, torch.Tensor] = {}
@@ -101,11 +101,11 @@ class Recorder:
         tracked = self._views.get(id(t))
         if tracked is None:
             tracked = self._unknown(t)
-        if tracked.version == tracked.cell.version:
+        if tracked.version == tracked.storage.version:
             return self.frames.capture(tracked.value)
-        value = self._view_values(tracked.cell, tracked.lens)[-1]
-        if self.frames.owns(tracked.cell.value):
-            tracked.value, tracked.version = value, tracked.cell.version
+        value = self._view_values(tracked.storage, tracked.lens)[-1]
+        if self.frames.owns(tracked.storage.value):
+            tracked.value, tracked.version = value, tracked.storage.version
         return value
 
     def is_constant(self, t: torch.Tensor) -> bool:
@@ -119,7 +119,7 @@ class Recorder:
             tracked = None if t is None else self._views.get(id(t))
             if (
                 tracked is not None
-                and tracked.cell.version
+                and tracked.storage.version
                 or any(map(self.is_of_run, pytree.tree_leaves(frozen.current_object)))
             ):
                 yield frozen.text
@@ -162,27 +162,30 @@ class Recorder:
         """Write a new value into a tensor, visible through all views of its storage."""
         self.value_of(t)  # makes it known
         tracked = self._views[id(t)]
-        cell = tracked.cell
-        self._check_own(t, cell.value)
-        if cell.place.overlaps:
-            self._store(cell)
+        storage = tracked.storage
+        self._check_own(t, storage.value)
+        if storage.layout.overlaps:
+            self._deduplicate(storage)
         lens = tracked.lens
         if any(view.repeats for view in lens):  # on the way back the old copies would come after the new number
             is_detached = any(view.op == "aten.detach" for view in lens)
-            lens = (*[_detached(cell.value)] * is_detached, *views_between(cell.place, TensorLayout.from_tensor(t)))
+            lens = (
+                *[_detached(storage.value)] * is_detached,
+                *views_between(storage.layout, TensorLayout.from_tensor(t)),
+            )
         content = value
-        for view, base in reversed(list(zip(lens, self._view_values(cell, lens), strict=False))):
+        for view, base in reversed(list(zip(lens, self._view_values(storage, lens), strict=False))):
             node = self.node("poptorch.put", "", {"base": base, "content": content, "view": view})
             content = self.result(node, base.shape, base.dtype)
-        keeps_history = cell.base.requires_grad and not torch.is_grad_enabled() and not is_in_own_derivative()
+        keeps_history = storage.base.requires_grad and not torch.is_grad_enabled() and not is_in_own_derivative()
         if keeps_history:  # changes hidden from PyTorch do not affect its derivatives
-            content = self._with_history_of(self.frames.capture(cell.value), content)
-        cell.value = content
-        cell.version += 1
+            content = self._with_history_of(self.frames.capture(storage.value), content)
+        storage.value = content
+        storage.version += 1
         if not (keeps_history or TensorLayout.from_tensor(t).overlaps):
-            tracked.value, tracked.version = value, cell.version
-        cell.resolve_requires_grad()
-        self._await(cell, value, t)
+            tracked.value, tracked.version = value, storage.version
+        storage.resolve_requires_grad()
+        self._await(storage, value, t)
 
     def rebind(self, t: torch.Tensor, before: Value, content: Value) -> None:
         """Give a tensor new storage and contents, with unchanged autograd history."""
@@ -205,7 +208,7 @@ class Recorder:
         """Record an imminent change of `requires_grad`, which applies to later reads of the tensor."""
         tracked = self._views.get(id(t))
         if tracked is not None and t.requires_grad != requires_grad:
-            tracked.cell.resolve_requires_grad()
+            tracked.storage.resolve_requires_grad()
             tracked.is_frozen = not requires_grad
 
     def moved(self, t: torch.Tensor) -> None:
@@ -213,59 +216,60 @@ class Recorder:
         self.reshaped[id(t)] = self.source()
         self._views.pop(id(t), None)
 
-    def _view_values(self, cell: TensorStorage, lens: Sequence[View]) -> list[Value]:
+    def _view_values(self, storage: TensorStorage, lens: Sequence[View]) -> list[Value]:
         """Value of a storage, followed by results of each view in a lens."""
-        values = [self.frames.capture(cell.value)]
+        values = [self.frames.capture(storage.value)]
         for view in lens:
             node = self.node(view.op, view.overload, _replaced(view.arguments, LOOKED_AT, values[-1]))
             results = [self.result(node, shape, view.dtype) for shape in view.shapes]
             values.append(results[view.result])
         return values
 
-    def _introduce(self, t: torch.Tensor, value: Value, says_no: bool = True) -> None:
+    def _introduce(self, t: torch.Tensor, value: Value, blocks_grad: bool = True) -> None:
         """Register a tensor that owns its storage."""
-        storage = self._storage(t)
-        cell = self._cells[storage] = TensorStorage(t, TensorLayout.from_tensor(t), value, says_no)
-        self._all_cells.append(cell)
-        self._views[id(t)] = TensorView(t, cell, (), value, 0)
-        self._await(cell, value, t)
+        storage = self._storages[self._storage_key(t)] = TensorStorage(
+            t, TensorLayout.from_tensor(t), value, blocks_grad
+        )
+        self._all_storages.append(storage)
+        self._views[id(t)] = TensorView(t, storage, (), value, 0)
+        self._await(storage, value, t)
 
-    def _store(self, cell: TensorStorage) -> None:
+    def _deduplicate(self, storage: TensorStorage) -> None:
         """Deduplicate the elements of a storage whose base tensor overlaps itself."""
-        self._check_own(cell.base, cell.value)
-        whole = cell.place
-        offsets, first = np.unique(offsets_of(whole.shape, whole.stride), return_index=True)
-        if len(first) == prod(whole.shape):
+        self._check_own(storage.base, storage.value)
+        layout = storage.layout
+        offsets, first = np.unique(offsets_of(layout.shape, layout.stride), return_index=True)
+        if len(first) == prod(layout.shape):
             return
         step = int(offsets[1]) if len(offsets) > 1 else 1
         if (np.diff(offsets) != step).any():
             raise createPoptorchError(
-                f"A tensor of {whole.shape} with the strides {whole.stride} overlaps itself, and has gaps "
+                f"A tensor of {layout.shape} with the strides {layout.stride} overlaps itself, and has gaps "
                 f"({self.source()}). Make it contiguous before it is overwritten, or looked at in another way."
             )
         with without_modes():
             data = Data(torch.from_numpy(first))
         index = self.result(self.node("poptorch.constant", "", {"data": data}), first.shape, torch.int64)
-        taken = self.node("aten.take", "default", {"input": cell.value, "index": index})
-        cell.place = replace(whole, shape=first.shape, stride=(step,))
-        cell.value = self.result(taken, first.shape, whole.dtype)
+        taken = self.node("aten.take", "default", {"input": storage.value, "index": index})
+        storage.layout = replace(layout, shape=first.shape, stride=(step,))
+        storage.value = self.result(taken, first.shape, layout.dtype)
         for tracked in self._views.values():
-            if tracked.cell is cell:
-                tracked.lens = (*views_between(cell.place, whole), *tracked.lens)
+            if tracked.storage is storage:
+                tracked.lens = (*views_between(storage.layout, layout), *tracked.lens)
 
-    def _await(self, cell: TensorStorage, value: Value, t: torch.Tensor, says_no: bool = True) -> None:
+    def _await(self, storage: TensorStorage, value: Value, t: torch.Tensor, blocks_grad: bool = True) -> None:
         """Schedule a gradient-flow check for a value, if PyTorch tracks it.
 
         Args:
-            says_no: whether this tensor alone decides that no gradients flow, rather than the operands of the value.
+            blocks_grad: whether this tensor alone decides that no gradients flow, and not the operands of the value.
         """
         if not self._parts:
-            cell.unsettled.append((value, t, says_no and cell.blocks_grad))
+            storage.unsettled.append((value, t, blocks_grad and storage.blocks_grad))
 
     def _unknown(self, t: torch.Tensor) -> TensorView:
         """Register a tensor without a recorded op: preexisting, or another view of storage (`t.data`, strides)."""
-        cell = self._cells.get(self._storage(t))
-        if cell is None:
+        storage = self._storages.get(self._storage_key(t))
+        if storage is None:
             if isinstance(t, FakeTensor):
                 raise createPoptorchError(
                     f"A tensor of {tuple(t.shape)} was made where it could not be seen ({self.source()}): in a "
@@ -281,13 +285,13 @@ class Recorder:
             if frozen is not None:
                 self.host.add(node, frozen)
             return self._views[id(t)]
-        if cell.place.overlaps:
-            self._store(cell)
-        lens = views_between(cell.place, TensorLayout.from_tensor(t))
-        tracked = self._views[id(t)] = TensorView(t, cell, lens, cell.value, -1)
+        if storage.layout.overlaps:
+            self._deduplicate(storage)
+        lens = views_between(storage.layout, TensorLayout.from_tensor(t))
+        tracked = self._views[id(t)] = TensorView(t, storage, lens, storage.value, -1)
         return tracked
 
-    def _storage(self, t: torch.Tensor) -> int:
+    def _storage_key(self, t: torch.Tensor) -> int:
         """Storage key, equal for tensors with shared storage."""
         if t.layout is not torch.strided:
             raise createPoptorchError(
@@ -304,7 +308,7 @@ class Recorder:
         tracked = self._views.get(id(t))
         return (
             tracked is not None
-            and (tracked.value if tracked.version == tracked.cell.version else tracked.cell.value).is_on_host
+            and (tracked.value if tracked.version == tracked.storage.version else tracked.storage.value).is_on_host
         )
 
     def move(self, t: torch.Tensor, moved: torch.Tensor) -> None:
@@ -356,23 +360,23 @@ class Recorder:
         node.results.append(value)
         return value
 
-    def results(self, node: Node, tensors: Any, says_no: bool = True) -> None:
+    def results(self, node: Node, tensors: Any, blocks_grad: bool = True) -> None:
         """Add op results for tensors, each with separate storage.
 
         Args:
-            says_no: whether results that need no gradient, according to PyTorch, let none flow.
+            blocks_grad: whether results that need no gradient, according to PyTorch, let none flow.
         """
         for t in pytree.tree_leaves(tensors):
             if isinstance(t, torch.Tensor):
                 value = self.result(node, tuple(t.shape), t.dtype)
                 if id(t) not in self._views:
-                    self._introduce(t, value, says_no)
+                    self._introduce(t, value, blocks_grad)
 
     def views(self, node: Node, arguments: Mapping[str, Any], tensors: Any) -> bool:
         """Record results as views, if they share storage with a tensor argument; returns whether they do."""
         results = [t for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor)]
         given = [t for t in pytree.tree_leaves(dict(arguments)) if isinstance(t, torch.Tensor)]
-        looked_at = next((t for t in given if results and self._storage(t) == self._storage(results[0])), None)
+        looked_at = next((t for t in given if results and self._storage_key(t) == self._storage_key(results[0])), None)
         if looked_at is None:
             return False
         base = self._views[id(looked_at)]
@@ -385,9 +389,9 @@ class Recorder:
             value = self.result(node, shapes[i], t.dtype)
             view = View(node.op, node.overload, place, shapes, t.dtype, i, TensorLayout.from_tensor(t).overlaps)
             lens = base.lens if is_same else (*base.lens, view)
-            self._views[id(t)] = TensorView(t, base.cell, lens, value, base.cell.version)
+            self._views[id(t)] = TensorView(t, base.storage, lens, value, base.storage.version)
             # Nor do tensors that PyTorch keeps for its backward pass, such as the mean of a norm.
-            self._await(base.cell, value, t, says_no=not is_same)
+            self._await(base.storage, value, t, blocks_grad=not is_same)
         return True
 
     def keep(self, t: torch.Tensor) -> None:
@@ -410,15 +414,15 @@ class Recorder:
     @contextmanager
     def recording_decomposition(self) -> Iterator[list[torch.Tensor]]:
         """Record a decomposition. PyTorch tracks no gradients within, except for results that the caller lists."""
-        whole: list[torch.Tensor] = []
+        results: list[torch.Tensor] = []
         self._parts += 1
         try:
-            yield whole
+            yield results
         finally:
             self._parts -= 1
-        for t in whole:
+        for t in results:
             value = self.value_of(t)
-            self._await(self._views[id(t)].cell, value, t)
+            self._await(self._views[id(t)].storage, value, t)
 
     # Functions ------------------------------------------------------------------------------------------------------
 
@@ -435,8 +439,8 @@ class Recorder:
 
     def resolve_requires_grad(self) -> None:
         """Record gradient flow for all values."""
-        for cell in self._all_cells:
-            cell.resolve_requires_grad()
+        for storage in self._all_storages:
+            storage.resolve_requires_grad()
 
     def finish(self, is_trained: bool = False) -> Trace:
         """Complete and return the function; no recording is possible afterwards.
@@ -468,8 +472,8 @@ class Recorder:
                 for value in (self.value_of(tracked.tensor) if self._is_constant(tracked) else tracked.value,)
             ]
             self._views.clear()
-            self._cells.clear()
-            self._all_cells.clear()
+            self._storages.clear()
+            self._all_storages.clear()
             # A kept tensor may be a view of another one: that is free once the view has its own numbers.
             for ref, value, made_by in reversed(kept):
                 if (t := ref()) is None:
@@ -483,7 +487,7 @@ class Recorder:
 
     def _is_constant(self, tracked: TensorView) -> bool:
         """Whether tensor contents are known, and do not belong to a loop body."""
-        return all(self.frames.owns(v) and v.is_constant for v in (tracked.value, tracked.cell.value))
+        return all(self.frames.owns(v) and v.is_constant for v in (tracked.value, tracked.storage.value))
 
 
 def _detached(value: Value) -> View:

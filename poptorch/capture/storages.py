@@ -13,10 +13,10 @@ from poptorch.capture.trace import Value, View
 
 @dataclass(eq=False)
 class TensorStorage:
-    """A storage: current value, its layout, and a version count. Holds a strong reference to the base tensor."""
+    """A storage: current value, layout of its base tensor, which it keeps alive, and a version count."""
 
     base: torch.Tensor
-    place: TensorLayout
+    layout: TensorLayout
     value: Value
     blocks_grad: bool = True
     """Whether PyTorch knows of a tensor that looks at it, and needs no gradient, that none flow through it."""
@@ -36,7 +36,7 @@ class TensorView:
     """A tensor: its storage, views into this storage, and the value at its last read."""
 
     tensor: torch.Tensor
-    cell: TensorStorage
+    storage: TensorStorage
     lens: tuple[View, ...]
     value: Value
     version: int

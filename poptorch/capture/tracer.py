@@ -390,7 +390,7 @@ class Tracer:
         # A lazy conjugate or negation is materialised in a clone, below autograd.
         is_resolved = name == "aten.clone" and (args[0].is_conj() or args[0].is_neg()) and torch.is_grad_enabled()
         if not self.recorder.views(node, given, results):
-            self.recorder.results(node, results, says_no=not is_resolved)
+            self.recorder.results(node, results, blocks_grad=not is_resolved)
 
     def _record_written(
         self, name: str, overload: str, given: Mapping[str, Any], written: Mapping[str, Any], results: Any

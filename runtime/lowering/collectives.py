@@ -83,8 +83,9 @@ class _VmappedGroup(Group):
 
     def _groups(self, t: Array) -> Array:
         """Gathered values of all replicas, by group and rank."""
-        blocks = lax.all_gather(t, AXIS).reshape(-1, self.size, self.stride, *t.shape)
-        return blocks.swapaxes(1, 2).reshape(-1, self.size, *t.shape)
+        count = self.count // self.size
+        blocks = lax.all_gather(t, AXIS).reshape(count // self.stride, self.size, self.stride, *t.shape)
+        return blocks.swapaxes(1, 2).reshape(count, self.size, *t.shape)
 
     def _select_group(self, groups: Array) -> Array:
         replica = lax.axis_index(AXIS)
@@ -155,7 +156,7 @@ class OrderedSums(CollectiveBackend):
         if not jnp.issubdtype(rows.dtype, jnp.inexact):
             total: Array = super().scattered(rows)  # type: ignore[safe-super]
             return total
-        return noinline(_sum_in_order)(self.exchanged(rows).reshape(self.size, -1, *rows.shape[1:]))
+        return noinline(_sum_in_order)(self.exchanged(rows).reshape(self.size, len(rows) // self.size, *rows.shape[1:]))
 
 
 class _OrderedMeshGroup(OrderedSums, _MeshGroup):

@@ -248,7 +248,7 @@ def replicated_all_gather(
         choice = ", ".join(map(repr, get_args(OutputShape)))
         raise ValueError(f"{name}: `output_shape` is {output_shape!r}; expected one of {choice}.")
     groups = members(name, group)
-    all_gather_kind.check(t, shape=(), **groups)
+    all_gather_kind.check(t, shape=(0,), **groups)  # the shape depends on `t`, which has to be a tensor
     size: int = groups["group_size"]
 
     def gathered(flat: Tensor) -> Tensor:

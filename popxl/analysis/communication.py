@@ -20,6 +20,7 @@ from popxl.core.aliasing import callees_first
 from popxl.core.tracing import trace
 from popxl.core.traits import is_call
 from popxl.ops.collectives.exchanging import CollectiveBackend
+from popxl.values.spec import size_in_bytes
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
@@ -190,7 +191,7 @@ def _copied(op: Op, turns: int, graph: str) -> Iterator[IpuCopy]:
         (t,) = op.inputs
         yield IpuCopy(
             tensor=_label(t),
-            bytes=t.nelms * t.dtype.itemsize,
+            bytes=size_in_bytes(t),
             source=op.attributes["source"],
             destination=op.attributes["destination"],
             turns=turns,

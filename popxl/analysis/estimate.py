@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING
 from pydantic import computed_field
 
 from popxl.analysis.flops import Flops, moved, own_flops
-from popxl.analysis.memory import constants_of, held_variables, moments_of, runs_of, size
+from popxl.analysis.memory import constants_of, held_variables, moments_of, runs_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, seconds_text
 from popxl.base.records import Record
 from popxl.core.aliasing import reachable
+from popxl.values.spec import size_in_bytes
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
@@ -248,10 +249,10 @@ def _spent(op: Op, hardware: Hardware) -> dict[str, float]:
         return {}
     flops = own_flops(op)
     computing = _computing(op, flops, hardware) / hardware.tiles
-    touched = sum(map(size, (*op.inputs, *op.outputs))) / hardware.memory / hardware.tiles
+    touched = sum(map(size_in_bytes, (*op.inputs, *op.outputs))) / hardware.memory / hardware.tiles
     # An operand of the result's shape lies where the result will, if each element is computed of its counterparts.
     stays = flops.others and not flops.products
-    apart = sum(size(t) for t in op.inputs if not (stays and op.outputs and t.shape == op.outputs[0].shape))
+    apart = sum(size_in_bytes(t) for t in op.inputs if not (stays and op.outputs and t.shape == op.outputs[0].shape))
     what = "compute" if computing >= touched else "memory"
     return {what: max(computing, touched), "exchange": apart * hardware.clock / hardware.exchange}
 
@@ -293,7 +294,7 @@ def _of_ipu(ir: Ir, ipu: int, cycles: int, hardware: Hardware) -> IpuEstimate:
     """What is on one IPU."""
 
     def on_this_ipu(t: Tensor) -> int:
-        return size(t) if (t.location[0] or 0) == ipu else 0
+        return size_in_bytes(t) if (t.location[0] or 0) == ipu else 0
 
     main = ir.main_graph
     moments, _ = moments_of(main, on_this_ipu)

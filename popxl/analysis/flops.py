@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from popxl.core.recording import Op
 from popxl.core.tracing import traces_in
+from popxl.values.spec import size_in_bytes
 
 
 class Flops(NamedTuple):
@@ -57,7 +58,7 @@ def moved(op: Op) -> int:
     For an op that stores, the bytes of the stored operand count; for one that gathers from replicas or scatters over
     them, those of the larger side.
     """
-    return max(sum(t.nelms * t.dtype.itemsize for t in side) for side in (op.outputs, op.inputs[:1]))
+    return max(sum(map(size_in_bytes, side)) for side in (op.outputs, op.inputs[:1]))
 
 
 # In a trace ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from popxl.core.aliasing import callees_first, reachable, storages, used_storage
 from popxl.core.printing import summary
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
-from popxl.values.spec import brief
+from popxl.values.spec import brief, size_in_bytes
 
 if TYPE_CHECKING:
     from popxl.graph import Graph
@@ -210,11 +210,11 @@ def memory_of(ir: Ir) -> Memory:
     return Memory(
         name=f"{ir!r}, each replica" if ir.replication_factor > 1 else repr(ir),
         source="graph",
-        variables=sum(map(size, held_variables(main))),
+        variables=sum(map(size_in_bytes, held_variables(main))),
         buffers=0 if on_host else buffers,
-        arguments=sum(s.num_host_transfers * size(s.tensor) for s in ir.get_all_h2d_streams()),
-        outputs=sum(s.num_host_transfers * size(s.tensor) for s in ir.get_all_d2h_streams()),
-        constants=sum(map(size, constants_of(main))),
+        arguments=sum(s.num_host_transfers * size_in_bytes(s.tensor) for s in ir.get_all_h2d_streams()),
+        outputs=sum(s.num_host_transfers * size_in_bytes(s.tensor) for s in ir.get_all_d2h_streams()),
+        constants=sum(map(size_in_bytes, constants_of(main))),
         temporaries=max((moment.held + moment.inside for moment in moments), default=0),
         buffers_on_host=buffers if on_host else 0,
         variables_on_host=variables_on_host(main),
@@ -242,11 +242,6 @@ def constants_of(main: Graph) -> set[Constant]:
     return {*found.values()}
 
 
-def size(t: Tensor) -> int:
-    """The bytes of a tensor's value."""
-    return t.nelms * t.dtype.itemsize
-
-
 def runs_of(main: Graph) -> Counter[Graph]:
     """Maximum run count of each graph per program run."""
     runs = Counter({main: 1})
@@ -257,7 +252,9 @@ def runs_of(main: Graph) -> Counter[Graph]:
     return runs
 
 
-def moments_of(main: Graph, size: Callable[[Tensor], int] = size) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
+def moments_of(
+    main: Graph, size: Callable[[Tensor], int] = size_in_bytes
+) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
     """Steps of a graph, with values live between them: see `steps_of`.
 
     Args:
@@ -267,7 +264,7 @@ def moments_of(main: Graph, size: Callable[[Tensor], int] = size) -> tuple[tuple
     return tuple(found.moments), tuple(found.tensors)
 
 
-def steps_of(main: Graph, size: Callable[[Tensor], int] = size, each_call: bool = False) -> Steps:
+def steps_of(main: Graph, size: Callable[[Tensor], int] = size_in_bytes, each_call: bool = False) -> Steps:
     """Steps of a graph: its ops; single calls and loops are replaced by the steps of their graph.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -83,3 +84,8 @@ class TensorSpec(Mapping[str, Any]):
 def brief(t: Any) -> str:
     """Dtype and shape of anything that has both, in the short form of printed graphs: `f32[4, 8]`."""
     return f"{t.dtype.short}[{', '.join(map(str, t.shape))}]"
+
+
+def size_in_bytes(t: Any) -> int:
+    """Bytes of an array of the dtype and shape of anything that has both."""
+    return math.prod(t.shape) * t.dtype.itemsize

@@ -19,6 +19,7 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.core.tracing import traces_in
 from popxl.graph import Graph
+from popxl.values.spec import size_in_bytes
 from runtime.costs.kernels import kernel_time
 from runtime.costs.work import Product, SizedProduct, Work
 from runtime.targets.chip import Chip
@@ -125,7 +126,7 @@ def _kernels(graph: Graph, times: int) -> Iterator[GraphKernel]:
 
 def _sent(op: Op) -> tuple[tuple[str, int], ...]:
     """Collectives of an op, in the dtype of its tensors: compiled programs sum those of 16 bits in 32."""
-    most = max(t.nelms * t.dtype.itemsize for t in (*op.inputs, *op.outputs))
+    most = max(map(size_in_bytes, (*op.inputs, *op.outputs)))
     return tuple((kind, min(nbytes, most)) for kind, nbytes in exchanges_of(op))
 
 
@@ -146,7 +147,7 @@ def _merged(graph: Graph) -> dict[Op, Work]:
         by = users[result]
         if len(by) == 1 and by[0] in known and by[0] in found and _is_elementwise(by[0]):
             own, into = found.pop(op), found[by[0]]
-            nbytes = result.nelms * result.dtype.itemsize
+            nbytes = size_in_bytes(result)
             saved = nbytes if result in kept else 2 * nbytes
             into.memory_bytes += own.memory_bytes - saved
     return found
@@ -166,7 +167,7 @@ def _work(op: Op) -> Work:
     traced = op.traced()
     if all(name in _VIEWS for name in _primitives(traced)):
         return Work()
-    nbytes = sum(t.nelms * t.dtype.itemsize for t in {*op.inputs, *op.outputs})
+    nbytes = sum(map(size_in_bytes, {*op.inputs, *op.outputs}))
     return Work(kernels=1, bytes=nbytes, memory_bytes=nbytes, sized=[*_products(traced)])
 
 

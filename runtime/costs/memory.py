@@ -12,11 +12,10 @@ from popxl.analysis.memory import (
     Moment,
     constants_of,
     moments_of,
-    size,
     variables_on_host,
 )
 from popxl.ir import Ir
-from popxl.values.spec import brief
+from popxl.values.spec import brief, size_in_bytes
 from runtime.plan.plan import Plan
 from runtime.program.compiled import CompiledProgram
 from runtime.program.layout import Layout
@@ -86,7 +85,7 @@ def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
         buffers=buffers,
         arguments=arguments,
         outputs=sum(streams[s] for s in program.layout.outputs if layout.ipu_of(s) in (None, ipu)),
-        constants=sum(map(size, constants_of(ir.main_graph))),
+        constants=sum(map(size_in_bytes, constants_of(ir.main_graph))),
         temporaries=temporaries,
         code=sum(found.memory_analysis().generated_code_size_in_bytes for found in executables) or None,
     )
@@ -96,7 +95,7 @@ def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ..
     """Steps on an IPU's device, and values live between these steps."""
     if not isinstance(program.executable, Plan):
         copies = program.layout.replicas.per_device
-        return moments_of(ir.main_graph, lambda t: copies * size(t))
+        return moments_of(ir.main_graph, lambda t: copies * size_in_bytes(t))
     curve, lives = program.executable.curve()
     there = [i for i, (segment, *_) in enumerate(curve) if segment.ipu == ipu]
     moments = (

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from popxl.core.recursion import FRAMES, raised_recursion_limit
 from popxl.core.tensor import Tensor
+from popxl.values.spec import size_in_bytes
 from runtime.lowering.channels import Channel
 from runtime.plan.host_steps import HostSteps
 from runtime.plan.plan import Plan
@@ -164,7 +165,7 @@ class _Clock:
             timing.busy[ipu] += iterations * (seconds - before.busy.get(ipu, 0.0))
 
     def copy(self, t: Tensor, source_arrival: _Arrival, ipu: int) -> _Arrival:
-        return ipu, self._arrival_time(self._replicas * t.nelms * t.dtype.itemsize, source_arrival, ipu)
+        return ipu, self._arrival_time(self._replicas * size_in_bytes(t), source_arrival, ipu)
 
     def _arrival_time(self, bytes: int, source_arrival: _Arrival, ipu: int) -> float:
         """Arrival time of a copy of `bytes` bytes at `ipu`."""

@@ -22,6 +22,7 @@ from popxl.core.rounding import rounds
 from popxl.core.tensor import Tensor
 from popxl.core.tracing import traces_in
 from popxl.core.traits import is_call
+from popxl.values.spec import size_in_bytes
 from runtime.lowering.packed_arrays import PackedArray, PackedSlot
 from runtime.lowering.rerolled_loops import LoopInput, RerolledLoop, is_constant, merge_overlapping, pack_together
 
@@ -120,9 +121,7 @@ def _order(loop: RerolledLoop, slots: dict[LoopInput, list[PackedSlot]]) -> list
     """Iteration order of the largest modified rows, which avoids moving these."""
     iterations = range(len(loop.iterations))
     written = [loop_input for loop_input in slots if loop_input.is_written] or [*slots]
-    largest = max(
-        written, key=lambda loop_input: loop_input.storage.nelms * loop_input.storage.dtype.itemsize, default=None
-    )
+    largest = max(written, key=lambda loop_input: size_in_bytes(loop_input.storage), default=None)
     return [*iterations] if largest is None else sorted(iterations, key=lambda n: slots[largest][n].number)
 
 

@@ -15,6 +15,7 @@ from popxl.core.remote_variables import is_on_host
 from popxl.core.tensor import Tensor, Variable
 from popxl.graph import Graph
 from popxl.ir import Ir
+from popxl.values.spec import size_in_bytes
 from runtime.memory_plans.compiled import Compiled, Division
 from runtime.memory_plans.needs import GraphNeeds, OpNeeds, host_bandwidth, memory_bandwidth
 from runtime.memory_plans.solver import Solution, keep_all, solve
@@ -45,7 +46,7 @@ class StepMemory:
         self.gradients = min(sum(g.gradients * g.calls for g in graphs), memory.temporaries)
         """Bytes of the gradients of variables, at the end of a backward pass."""
         others = (v for v in ir.main_graph.variables if v not in self._read and not is_on_host(v))
-        self.others = sum(_bytes(v) for v in others)
+        self.others = sum(size_in_bytes(v.on_replica) for v in others)
         """Bytes of variables on the device that the model does not read: state of the optimiser, and accumulators."""
         self.state = max(self.others - (self.accumulators if self._is_accumulated else 0), 0)
         """Bytes of the state of the optimiser on the device."""
@@ -53,7 +54,7 @@ class StepMemory:
     @property
     def weights(self) -> int:
         """Bytes of the variables that the model reads."""
-        return sum(_bytes(v) for v in self._read)
+        return sum(size_in_bytes(v.on_replica) for v in self._read)
 
     @property
     def fixed(self) -> int:
@@ -158,7 +159,3 @@ def _variables_of(graph: Graph, variables: Iterable[Variable]) -> set[Variable]:
             found[t] = None
             waiting += t.producer.inputs if t.producer is not None and len(t.producer.inputs) == 1 else ()
     return {v for t in found if isinstance(v := owners.get(t, t), Variable)}
-
-
-def _bytes(v: Variable) -> int:
-    return v.on_replica.nelms * v.dtype.itemsize

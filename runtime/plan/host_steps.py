@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from popxl.core.tensor import Constant, Tensor
 from popxl.fp8_utils import to_device
+from popxl.values.spec import size_in_bytes
 from runtime.lowering.channels import Channel
 from runtime.plan.compile_options import CompileOptions
 from runtime.plan.segments import HostControlFlow, Run, Segment, Values
@@ -89,7 +90,7 @@ class HostSteps:
             return sum(size for p, size, _ in alive.values() if p == ipu)
 
         for step in self.steps:
-            made = {t: copies * t.nelms * t.dtype.itemsize for t in step.makes if t not in step.reads}
+            made = {t: copies * size_in_bytes(t) for t in step.makes if t not in step.reads}
             if isinstance(step, Segment):
                 executable = step.structure.executable  # `None` where another process runs it
                 needed = 0 if executable is None else executable.memory_analysis().temp_size_in_bytes

@@ -22,6 +22,7 @@ from popxl.fp8_utils import in_transit
 from popxl.ir import Ir
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+from popxl.values.spec import size_in_bytes
 from runtime.lowering import remote_buffers as remote
 from runtime.lowering.channels import FAILURE, Channel, Failure, channels_of, prints
 from runtime.lowering.collectives import devices_meet
@@ -193,7 +194,7 @@ class Layout:
     def bytes_of_variables(self) -> dict[Variable, tuple[int, bool]]:
         """Variables resident on the device: bytes per device, and whether the program changes them."""
         copies = {t: 1 if t in self.shared else self.replicas.per_device for t in self.resident}
-        return {v: (copies[t] * t.nelms * t.dtype.itemsize, t in self.changed) for t, v in self.resident.items()}
+        return {v: (copies[t] * size_in_bytes(t), t in self.changed) for t, v in self.resident.items()}
 
     def bytes_of_buffers(self) -> dict[RemoteBuffer, tuple[int, bool]]:
         """Remote buffers used by the program: bytes per device, and whether they reside on the host."""

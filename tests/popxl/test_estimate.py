@@ -11,7 +11,7 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.analysis.estimate import BOW, GC200, Estimate, estimate_of
-from popxl.analysis.memory import size
+from popxl.values.spec import size_in_bytes
 
 pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
 
@@ -132,4 +132,8 @@ def test_sizes_add_up(ir: popxl.Ir) -> None:
         ops.sum(ops.exp(x) * 2)
     (only,) = estimate_of(ir).ipus
     memory = ir.memory()
-    assert (only.variables, only.constants, only.temporaries) == (size(x), memory.constants, memory.temporaries)
+    assert (only.variables, only.constants, only.temporaries) == (
+        size_in_bytes(x),
+        memory.constants,
+        memory.temporaries,
+    )

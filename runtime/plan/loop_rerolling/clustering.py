@@ -33,6 +33,7 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.ops.memory import without_wait
 from popxl.remote_buffer import RemoteBuffer
+from popxl.values.spec import size_in_bytes
 from runtime.lowering.batched_loops import is_batchable
 from runtime.plan.loop_rerolling.op_signatures import OpSignatures
 from runtime.plan.loop_rerolling.patterns import FEWEST
@@ -91,8 +92,8 @@ def _updates(
     for op in reversed(ops):
         if is_rare[op] or not found.issuperset(followers[op]):
             continue
-        size = max((t.nelms * t.dtype.itemsize for t in op.inputs), default=0)
-        is_larger = any(t.nelms * t.dtype.itemsize >= size for t in op.outputs)
+        size = max(map(size_in_bytes, op.inputs), default=0)
+        is_larger = any(size_in_bytes(t) >= size for t in op.outputs)
         if is_update(op, signatures) or (followers[op] and is_larger and not op.modified and is_batchable(op)):
             found.add(op)
     return found

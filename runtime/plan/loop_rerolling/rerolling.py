@@ -14,6 +14,7 @@ from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import Run, chooses, is_call
 from popxl.graph import Graph
 from popxl.ops.repeat import returned_by_ref
+from popxl.values.spec import size_in_bytes
 from runtime.lowering.batched_loops import is_batch
 from runtime.lowering.rerolled_loops import NARROW, LoopInput, ProgramOrder, RerolledLoop, merge_overlapping
 from runtime.plan.loop_rerolling.inlining import InlinedGraphs
@@ -242,7 +243,7 @@ class _PackingAnalysis:
         found = [sources.get(t) for t in storages]
         variables = [source for source in found if isinstance(source, Tensor)]
         rows_by_output = Counter(source[0] for source in found if isinstance(source, tuple))
-        size = len(storages) * loop_input.storage.nelms * loop_input.storage.dtype.itemsize
+        size = len(storages) * size_in_bytes(loop_input.storage)
         alone = len(found) - max(rows_by_output.values(), default=0)
         made = [t for t in variables if t not in self._held]
         if len(variables) == len(found) and not made:
@@ -293,7 +294,7 @@ def _roles(group: Sequence[Tensor], requests: Sequence[_PackingRequest]) -> obje
     """Variable roles in loops: equal for groups that may be adjacent."""
     first = group[0]
     in_each = all(len(request.variables) == len(request.loop.iterations) == len(group) for request in requests)
-    if first.nelms * first.dtype.itemsize > NARROW or not in_each or len({w.loop for w in requests}) < len(requests):
+    if size_in_bytes(first) > NARROW or not in_each or len({w.loop for w in requests}) < len(requests):
         return first  # no similar tensors
     place = {t: n for n, t in enumerate(group)}
     of_loops = tuple((w.loop, w.loop_input.is_written, tuple(place[t] for t in w.variables)) for w in requests)

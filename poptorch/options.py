@@ -20,7 +20,15 @@ import torch
 from poptorch import enums
 from poptorch.enums import OutputMode
 from poptorch.placement import strategies
-from poptorch.placement.strategies import PipelinedExecution, _IExecutionStrategy
+from poptorch.placement.strategies import (
+    ParallelPhasedExecution,
+    Phase,
+    PipelinedExecution,
+    SerialPhasedExecution,
+    ShardedExecution,
+    Stage,
+    _IExecutionStrategy,
+)
 from poptorch.settings.batches import _BatchOptions, checked_period
 from poptorch.settings.devices import _DeviceOptions
 from poptorch.settings.files import ConfigFileError, run_calls, run_lines
@@ -30,7 +38,19 @@ from poptorch.settings.reports import _ReportOptions
 from poptorch.settings.session_options import _PopartOptions
 from poptorch.settings.setting import Group, OptionsDict, group, in_words, positive, setting, strings, table
 
-__all__ = ["Anchor", "ConfigFileError", "Options", "TensorLocationSettings", "options_page"]
+__all__ = [
+    "Anchor",
+    "ConfigFileError",
+    "Options",
+    "ParallelPhasedExecution",
+    "Phase",
+    "PipelinedExecution",
+    "SerialPhasedExecution",
+    "ShardedExecution",
+    "Stage",
+    "TensorLocationSettings",
+    "options_page",
+]
 
 
 @dataclass(frozen=True)

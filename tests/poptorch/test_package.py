@@ -23,8 +23,11 @@ def test_names() -> None:
     assert all(hasattr(poptorch, name) for name in poptorch.__all__)
     assert poptorch.options.ConfigFileError is poptorch.ConfigFileError
     assert poptorch.enums.OutputMode is poptorch.OutputMode
-    for name in ("Attribute", "BeginBlock", "Block", "BlockFunction", "MultiConv", "NameScope", "removeBlocks"):
-        assert getattr(poptorch.ops, name) is getattr(poptorch, name)
+    for module in (poptorch.enums, poptorch.ops, poptorch.options):
+        shared = set(module.__all__) & set(poptorch.__all__)
+        assert all(getattr(module, name) is getattr(poptorch, name) for name in shared)
+    assert {"Attribute", "BeginBlock", "Block", "BlockFunction", "MultiConv"} <= set(poptorch.ops.__all__)
+    assert {"Phase", "PipelinedExecution", "ShardedExecution", "Stage"} <= set(poptorch.options.__all__)
     assert poptorch.logger.name == "poptorch::python"
     assert poptorch._poplar_executor.PoplarExecutor is poptorch.PoplarExecutor
     assert poptorch.poptorch_core.Error is poptorch.Error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import reduce
+from operator import and_, or_
 from typing import TYPE_CHECKING
 
 from popxl.base.source import warn_at
@@ -17,18 +19,17 @@ if TYPE_CHECKING:
     from popxl.ir import Ir
 
 
-def transfers_of(main: Graph) -> dict[Stream, int]:
-    """Maximum number of transfers per stream in one graph run."""
+def transfers_of(main: Graph, fewest: bool = False) -> Counter[Stream]:
+    """Maximum number of transfers per stream in one graph run; or the fewest, depending on conditions."""
     of: dict[Graph, Counter[Stream]] = {}
     for graph in callees_first(main):
         counts = of[graph] = Counter()
         for op in (part for each in graph.ops for part in each.parts):
             if op.kind.exchange == "stream":
                 counts[op.attributes["stream"]] += 1
-            most: Counter[Stream] = Counter()
-            for run in op.runs:  # of several, one is run
-                most |= Counter({stream: count * run.iterations for stream, count in of[run.graph].items()})
-            counts.update(most)
+            of_runs = [Counter({s: n * run.iterations for s, n in of[run.graph].items()}) for run in op.runs]
+            if of_runs:  # of several, one is run
+                counts.update(reduce(and_ if fewest else or_, of_runs))
     return of[main]
 
 

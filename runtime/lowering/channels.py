@@ -47,6 +47,7 @@ class CollectiveOrder:
 
 
 FAILURE = Failure()
+TRANSFERS = 1  # in place of an op's id, with the number of a stream
 COLLECTIVES = CollectiveOrder()
 Channel = Stream | Failure | RemoteBuffer
 AnyChannel = Channel | CollectiveOrder
@@ -192,10 +193,15 @@ class Channels:
         """The slots of all remote buffers."""
         return {c: slots for c, (slots, _) in self._channels.items() if isinstance(c, RemoteBuffer)}
 
-    def record_failure(self, op: Op, number: int, holds: Array) -> None:
-        """Record a failed check, unless another check failed before."""
+    def check_count(self, stream: Stream, number: int) -> None:
+        """Record at the end of a run whether it has made more transfers of a stream than there is room for."""
+        transfers, position = self._channels[stream]
+        self.record_failure(TRANSFERS, number, position <= transfers.shape[0])
+
+    def record_failure(self, id: int, number: int, holds: Any) -> None:
+        """Record a failed check of the op with this id, unless another check failed before."""
         first, position = self._channels[FAILURE]
-        this = jnp.asarray([op.id, number], jnp.int32)
+        this = jnp.asarray([id, number], jnp.int32)
         self._channels[FAILURE] = (jnp.where(jnp.all(holds) | (first[0] > 0), first, this), position)
 
     def ordered(self, operand: Array) -> Array:

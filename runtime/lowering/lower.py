@@ -196,7 +196,7 @@ class Lowering:
                 not required.option or getattr(self._options, required.option)
             ):
                 channels.record_failure(
-                    op, number, required.holds(operands[op.operand_names().index(required.operand)])
+                    op.id, number, required.holds(operands[op.operand_names().index(required.operand)])
                 )
 
     def lower_call(

@@ -213,6 +213,8 @@ def end_run(
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Changed state and fetches after one replica's run."""
     changed = (*(block.repack(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
+    for i, stream in enumerate(layout.limited):
+        channels.check_count(stream, i)
     return changed, layout.end(channels.results(), layout.channels)
 
 

@@ -6,7 +6,7 @@ import math
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -70,7 +70,8 @@ class HostArrays:
         self._copy_feed = hooks_for(layout.compile_target.platform).copy_feed
         given = [s for s in layout.inputs if not isinstance(s, RoundingKey)]
         self._inputs = frozenset(given)
-        self._excess = {s: count for s, count in layout.counts.items() if count > layout.capacity[s]}
+        excess = (s for s, count in layout.counts.items() if count > layout.capacity[s])
+        self._excess = tuple(s for s in excess if s not in layout.limited)
         self._expected = tuple((s, layout.host_shape(s), in_transit(s.dtype)) for s in given)
         self._unread = self._inputs.difference(layout.used_inputs)
         self._rounding = next((i for i, s in enumerate(layout.used_inputs) if isinstance(s, RoundingKey)), None)
@@ -86,7 +87,7 @@ class HostArrays:
             PopxlRuntimeError: for an array of the wrong dtype.
         """
         if self._excess:
-            self._refuse_transfers()
+            raise too_many_transfers(self._layout, max(self._excess, key=self._layout.counts.__getitem__))
         if type(inputs) is not dict and not isinstance(inputs, Mapping):  # the second takes longer
             raise TypeError(f"Session.run: `inputs` maps streams to arrays; got {inputs!r} ({type(inputs).__name__}).")
         if inputs.keys() != self._inputs:
@@ -112,15 +113,6 @@ class HostArrays:
         assert seed is not None  # a session has made it
         key = np.array(np.broadcast_to(next_key(seed), self._layout.host_shape(ir.rounding_key)))
         return (*feeds[: self._rounding], key, *feeds[self._rounding :])
-
-    def _refuse_transfers(self) -> NoReturn:
-        """Raise an error because a stream's transfers per run exceed its capacity."""
-        stream, count = max(self._excess.items(), key=lambda item: item[1])
-        setting = "its own `num_host_transfers`" if stream.has_own_transfers else "`ir.num_host_transfers`"
-        raise PopxlRuntimeError(
-            f"Session.run: the program makes {count} transfers of {stream} in one run, and {setting} was "
-            f"{self._layout.capacity[stream]} when the session was made. Set it to at least {count} before that."
-        )
 
     def _converted(
         self, stream: HostToDeviceStream, value: Any, shape: tuple[int, ...], dtype: Any, downcast: bool
@@ -224,6 +216,17 @@ class HostArrays:
             used = self._layout.counts[s]
             array = arrays[s][: room[0]] if room[0] > 1 else arrays[s]
             np.copyto(array.reshape(room)[:used], results[s].reshape(room)[:used])
+
+
+def too_many_transfers(layout: Layout, stream: Stream) -> PopxlRuntimeError:
+    """Build the error for a run whose transfers of a stream exceed its capacity."""
+    count = layout.counts[stream]
+    makes, where = (f"up to {count}", "one run, and did here") if stream in layout.limited else (count, "one run")
+    setting = "its own `num_host_transfers`" if stream.has_own_transfers else "`ir.num_host_transfers`"
+    return PopxlRuntimeError(
+        f"Session.run: the program makes {makes} transfers of {stream} in {where}, and {setting} "
+        f"was {layout.capacity[stream]} when the session was made. Set it to at least {count} before that."
+    )
 
 
 def _array(stream: Stream, value: Any, downcast: bool) -> Any:

@@ -66,7 +66,8 @@ class Layout:
         shared: storages of variables that no replica changes and that are equal on all: all replicas share one array.
         in_buffers: for each remote buffer, the variables in its slots.
         stored_to: the remote buffers that it changes.
-        counts: number of transfers of each stream in one run.
+        counts: maximum number of transfers of each stream in one run.
+        limited: streams whose transfers exceed their capacity in some runs, depending on conditions; a run checks them.
         prints: whether it prints from the device.
         uses_x64: whether it uses 64-bit numbers.
         mode: mode of called graphs: see the option `calledGraphs`.
@@ -86,7 +87,11 @@ class Layout:
         main = self.main = ir.main_graph
         self.compile_target, self.decision = compile_target, decision
         self.options = ir.options
+        self.counts = transfers_of(main)
         channels = channels_of(main)
+        self.limited = () if decision.mode == "dispatched" else self._limited(channels)
+        if self.limited and FAILURE not in channels:
+            channels = (FAILURE, *channels)
         self.buffers = tuple(c for c in channels if isinstance(c, RemoteBuffer))
         self.channels = tuple(c for c in channels if not isinstance(c, RemoteBuffer))
         self.inputs = tuple(s for s in self.channels if isinstance(s, HostToDeviceStream))
@@ -103,7 +108,6 @@ class Layout:
         self.in_buffers = {b: remote.variables_in(b, main.variables) for b in self.buffers}
         self.stored_to = remote.stored_to(main)
         self.prints = prints(main)
-        self.counts = transfers_of(main)
         ops = (op for graph in reachable(main) for op in graph.ops)
         self.uses_x64 = any(t.dtype.is_wide for op in ops for t in (*op.inputs, *op.outputs))
         self.mode, placement, self.rerolling = decision.mode, decision.placement, decision.rerolling
@@ -257,6 +261,12 @@ class Layout:
         if self.is_replicated(block):
             return jax.ShapeDtypeStruct(block.shape, block.dtype, sharding=self.replicas.sharding(None))
         return self.replicas.spec(block.shape, block.dtype)
+
+    def _limited(self, channels: Sequence[Channel]) -> tuple[Stream, ...]:
+        """See `limited`."""
+        over = [c for c in channels if isinstance(c, Stream) and self.counts[c] > c.num_host_transfers]
+        fewest = transfers_of(self.main, fewest=True) if over else {}
+        return tuple(s for s in over if fewest.get(s, 0) <= s.num_host_transfers)
 
     def feed_specs(self, replicas: Replicas, channels: Sequence[Stream | Failure]) -> tuple[Any, ...]:
         """Abstract arrays of feeds on `replicas` for lowering, restricted to streams in `channels`."""

@@ -18,13 +18,14 @@ from popxl.core.aliasing import lowered_ops
 from popxl.core.recursion import FRAMES, nesting, raised_recursion_limit
 from popxl.errors import ApplicationRuntimeError
 from runtime.jax_private import prepared
-from runtime.lowering.channels import FAILURE, Channel, Channels
+from runtime.lowering.channels import FAILURE, TRANSFERS, Channel, Channels
 from runtime.lowering.context import Context
 from runtime.lowering.platform_hooks import hooks_for
 from runtime.plan.plan import Plan
 from runtime.program.blocks import VariableBlock
 from runtime.program.compiled import CompiledProgram, begin_run, end_run
 from runtime.program.debugging import Debugged, run_replicas, warn_of_given_nans
+from runtime.program.host_arrays import too_many_transfers
 from runtime.program.store import VariableStore
 from runtime.signals import defer_signals
 from runtime.targets.compile_target import HOST
@@ -186,7 +187,10 @@ class Runner:
         return fetches[:count]
 
     def _raise_failure(self, id: int, number: int) -> None:
-        """Raise an error naming the op with invalid operand values; no error for id 0."""
+        """Raise an error naming the op with invalid operand values, or the stream with too many transfers; no error for
+        id 0."""
+        if id == TRANSFERS:
+            raise too_many_transfers(self._layout, self._layout.limited[number])
         for op in (op for op in lowered_ops(self._layout.main) if op.id == id):
             required = op.kind.requirements[number]
             text = f"`{op.source.text}` " if op.source.text else ""

@@ -172,6 +172,39 @@ def test_more_transfers_than_there_is_room_for(ir, loop):
         session.run()
 
 
+def odd_ones(transfers, replicas, way):
+    """A program with four iterations. The flags say in which it loads a number and stores its double."""
+    ir = popxl.Ir(replicas)
+    ir.options.calledGraphs = way
+    ir.num_host_transfers = 4
+    with ir.main_graph, popxl.in_sequence():
+        flags = popxl.h2d_stream((), popxl.bool, "flags")
+        source = popxl.h2d_stream((), F32, "source", num_host_transfers=transfers)
+        sink = popxl.d2h_stream((), F32, "sink", num_host_transfers=transfers)
+        doubled = ir.create_graph(lambda: ops.host_store(sink, ops.host_load(source) * 2.0))
+        nothing = ir.create_graph(lambda: None)
+        ops.repeat(ir.create_graph(lambda: ops.conditional(ops.host_load(flags), doubled, nothing)), 4)
+    return ir, flags, source, sink
+
+
+@pytest.mark.parametrize("way", ["kept", "inlined"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_branches_that_are_not_taken_make_no_transfers(replicas, way):
+    """What counts is what a run does: two of four branches load and store, and there is room for two."""
+    ir, flags, source, sink = odd_ones(2, replicas, way)
+    taken = np.array([[1, 0], [0, 0], [0, 1], [1, 1]], bool)[:, :replicas]
+    data = np.float32([[3, 4], [5, 6]])[:, :replicas]
+    with popxl.Session(ir, "ipu_model") as session:
+        feeds = {s: array.reshape(session.host_shape(s)) for s, array in ((flags, taken), (source, data))}
+        for _ in range(2):
+            np.testing.assert_array_equal(session.run(feeds)[sink], (data * 2).reshape(session.host_shape(sink)))
+        too_many = {flags: np.ones_like(feeds[flags]), source: feeds[source]}
+        with pytest.raises(PopxlError, match=r"up to 4 transfers of .* in one run, and did here, .* 2 .* at least 4"):
+            session.run(too_many)
+        taken[3] = False  # fewer than there is room for
+        np.testing.assert_array_equal(session.run(feeds)[sink].reshape(2, -1)[0], data[0] * 2)
+
+
 # Numbers of their own -------------------------------------------------------------------------------------------------
 
 

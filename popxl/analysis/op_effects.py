@@ -22,10 +22,10 @@ from popxl.analysis.replication import (
     VARYING,
     AxisType,
     ReplicaType,
+    after_reduction,
+    before_reduction,
     differs_by_own_variables,
     join_axis,
-    reduced_slot,
-    unreduced_slot,
 )
 from popxl.analysis.sharding_rules import ZERO, Flaws, Propagated, Rule, covers, types_by_rule
 from popxl.core.declaration import OpKind, holds_graph
@@ -71,12 +71,12 @@ def _op_effect(op: Op, types: Sequence[ReplicaType], joined: ReplicaType) -> Eff
 def _effect_along(
     op: Op, types: Sequence[AxisType], whole: AxisType, count: int
 ) -> tuple[list[AxisType], tuple[str, ...]]:
-    if len(types) == 1 and whole[0] is VARYING and unreduced_slot(whole[1]) == OWN:
+    if len(types) == 1 and whole[0] is VARYING and before_reduction(whole[1]) == OWN:
         return [whole] * count, ()
     made, flaws = result_types(op, [_without_reduction(each) for each in types])
     results = made[:count] if count > 1 and len(made) >= count else [join_axis(made) if made else whole] * count
     if (whole[1] or 0) < NONLINEAR_TERMS:
-        results = [(VARYING, reduced_slot(each[1])) if differs_by_own_variables(each) else each for each in results]
+        results = [(VARYING, after_reduction(each[1])) if differs_by_own_variables(each) else each for each in results]
     return results, flaws
 
 
@@ -89,7 +89,7 @@ def propagated_axes(type_: ReplicaType) -> tuple[int, ...]:
 
 
 def _without_reduction(along: AxisType) -> AxisType:
-    return (along[0], unreduced_slot(along[1])) if along[0] is VARYING else along
+    return (along[0], before_reduction(along[1])) if along[0] is VARYING else along
 
 
 def is_linear(op: Op) -> bool:

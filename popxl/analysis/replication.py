@@ -53,26 +53,31 @@ class Replication(IntEnum):
 GIVEN, REPLICATED, SHARDED, PARTIAL, VARYING, UNKNOWN = Replication
 
 AxisType = tuple[Replication, int | None]
-"""How a value is held along one axis. With pieces goes the dimension that they are along, where it is known: -1 for
-pieces of a flattened value. With what is replicated or varying goes 1 if a reduction along the axis has gone into it:
-what differs then may be meant, as the program has reduced what it wants to be the same; and 2, if that has summed what
-was the same already. With what is varying may go a negative number: nothing differs but variables of each replica's
-own, which the program changes. Such variables are mostly pieces whose dimension the program does not say, and products
-of two such values, terms of a sum; so they are taken to be if they are summed in the end, and only then."""
+"""How a value is held along one axis: its distribution, and a qualifier, or `None`.
+
+* What is sharded has the dimension that it is divided along, if that is known; or `FLAT`.
+* What is replicated or varying has `AFTER_REDUCTION` if a reduction along the axis has gone into it: what differs then
+  may be meant, as the program has reduced what it wants to be the same. It has `AFTER_REPEATED_SUM` if that has summed
+  what was the same already.
+* What is varying has another one if nothing differs but variables of each replica's own, which the program changes.
+  Such variables are mostly pieces whose dimension the program does not say, and products of two such values, terms of a
+  sum; so they are taken to be if they are summed in the end, and only then. `OWN` is made of such variables, `TERMS`
+  are presumed terms of a sum, `TERMS_PLUS_SHARED` are such terms to which something was added on each replica,
+  `NONLINEAR_TERMS` are what a function that is not linear makes of them. `after_reduction` marks these."""
 
 ReplicaType = tuple[AxisType, ...]
 """The same for each axis of the mesh: the type of a value."""
 
 FLAT = -1
+"""Qualifier of shards of a flattened value."""
+AFTER_REDUCTION, AFTER_REPEATED_SUM = 1, 2
 OWN, TERMS, TERMS_PLUS_SHARED, NONLINEAR_TERMS = -1, -2, -3, -4
-"""Made of variables of each replica's own; terms of a sum of such, as is presumed; to which something was added on
-each replica; of which something was made that is not linear. Less four where a reduction has gone into it, too."""
 REPEATED = "repeated reduction"
 REDUCED_SHARDS = "reduced shards"
 LITERAL: AxisType = (GIVEN, None)
 SAME: AxisType = (REPLICATED, None)
-REDUCED: AxisType = (REPLICATED, 1)
-REPEATED_SUM: AxisType = (REPLICATED, 2)
+REDUCED: AxisType = (REPLICATED, AFTER_REDUCTION)
+REPEATED_SUM: AxisType = (REPLICATED, AFTER_REPEATED_SUM)
 BY_REDUCED = (REDUCED, REPEATED_SUM)
 OWN_DATA: AxisType = (VARYING, None)
 NOT_KNOWN: AxisType = (UNKNOWN, None)
@@ -223,38 +228,42 @@ def _join_axis(a: AxisType, b: AxisType) -> AxisType:
         return a
     larger = max(a[0], b[0])
     if larger in (REPLICATED, VARYING):
-        slots = [slot for kind, slot in (a, b) if kind in (REPLICATED, VARYING) and slot is not None]
-        most = max(slots, default=1)
-        if most > 1 or larger is REPLICATED or not slots:
-            return (larger, most if slots else None)
-        own = [slot for kind, slot in (a, b) if kind is VARYING]
-        reduced = any(slot == 1 or slot < NONLINEAR_TERMS for slot in slots)
-        if None in own or 1 in own:
-            return (VARYING, 1 if reduced else None)
-        kept = unreduced_slot(own[0]) if len(own) == 1 or unreduced_slot(own[0]) == unreduced_slot(own[1]) else OWN
-        return (VARYING, reduced_slot(kept) if reduced else kept)
+        qualifiers = [each for kind, each in (a, b) if kind in (REPLICATED, VARYING) and each is not None]
+        most = max(qualifiers, default=None)
+        if most is None or most == AFTER_REPEATED_SUM or larger is REPLICATED:
+            return (larger, most)
+        is_reduced = any(each == AFTER_REDUCTION or each < NONLINEAR_TERMS for each in qualifiers)
+        own = {each for kind, each in (a, b) if kind is VARYING}
+        if own.isdisjoint((None, AFTER_REDUCTION)):
+            own = {before_reduction(each) for each in own}
+            kept = own.pop() if len(own) == 1 else OWN
+        else:
+            kept = None
+        return (VARYING, after_reduction(kept) if is_reduced else kept)
     return (larger, None) if a[0] == b[0] else a if a[0] is larger else b
 
 
-def differs_by_own_variables(along: AxisType, slot: int | None = None) -> bool:
+def differs_by_own_variables(along: AxisType, qualifier: int | None = None) -> bool:
     """Whether nothing differs but variables of each replica's own; and if it is asked, in which way."""
     kind, now = along
-    return kind is VARYING and now is not None and now < 0 and slot in (None, unreduced_slot(now))
+    return kind is VARYING and now is not None and now < 0 and qualifier in (None, before_reduction(now))
 
 
 def is_term(along: AxisType) -> bool:
     """Whether replicas presumably hold terms of a sum."""
-    return along[0] is PARTIAL or (along[0] is VARYING and unreduced_slot(along[1]) == TERMS)
+    return along[0] is PARTIAL or (along[0] is VARYING and before_reduction(along[1]) == TERMS)
 
 
-def unreduced_slot(slot: int | None) -> int | None:
-    """Slot without its mark for reductions."""
-    return slot if slot is None or slot >= NONLINEAR_TERMS else slot - NONLINEAR_TERMS
+def before_reduction(qualifier: int | None) -> int | None:
+    """Qualifier without its mark for reductions."""
+    return qualifier if qualifier is None or qualifier >= NONLINEAR_TERMS else qualifier - NONLINEAR_TERMS
 
 
-def reduced_slot(slot: int | None) -> int | None:
-    """Slot after a reduction."""
-    return 1 if slot is None else slot + NONLINEAR_TERMS if NONLINEAR_TERMS <= slot < 0 else slot
+def after_reduction(qualifier: int | None) -> int | None:
+    """Qualifier after a reduction."""
+    if qualifier is None:
+        return AFTER_REDUCTION
+    return qualifier + NONLINEAR_TERMS if NONLINEAR_TERMS <= qualifier < 0 else qualifier
 
 
 def join_axis(all: Sequence[AxisType]) -> AxisType:

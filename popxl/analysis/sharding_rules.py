@@ -22,6 +22,7 @@ from popxl.analysis.replication import (
     TERMS_PLUS_SHARED,
     VARYING,
     AxisType,
+    differs_by_own_variables,
     join_axis,
 )
 from popxl.values.subscripts import Labels
@@ -88,7 +89,7 @@ def types_by_rule(rule: Rule, given: Sequence[AxisType], flaws: Flaws) -> list[A
         return [_SUM] * len(rule.results)
     if whole[0] is SHARDED:
         return [_type_of_shards(rule.operands, result, given) for result in rule.results]
-    if whole[0] is VARYING and all(slot is not None and slot < 0 for kind, slot in given if kind is VARYING):
+    if whole[0] is VARYING and all(differs_by_own_variables(each) for each in given if each[0] is VARYING):
         return [_TERMS if _is_product_of_own(rule, result, given) else whole for result in rule.results]
     return [whole] * len(rule.results)
 

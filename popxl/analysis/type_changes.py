@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import starmap
 
 from popxl.analysis.replication import (
+    AFTER_REPEATED_SUM,
     FLAT,
     NOT_KNOWN,
     OWN,
     OWN_DATA,
     PARTIAL,
+    REPEATED_SUM,
     REPLICATED,
     SAME,
     SHARDED,
     UNKNOWN,
     VARYING,
     AxisType,
+    Replication,
     ReplicaType,
+    after_reduction,
     differs_by_own_variables,
     join,
     join_all,
-    reduced_slot,
 )
 from popxl.analysis.sharding_rules import SHARDS
 
@@ -45,10 +49,13 @@ def held_type(was: ReplicaType, stored: ReplicaType, is_declared: bool) -> Repli
 @lru_cache(256)
 def stacked_type(type_: ReplicaType) -> ReplicaType:
     """Type of the values of all iterations, stacked along a first dimension."""
-    return tuple(
-        (kind, slot + 1 if slot >= 0 else None) if kind is SHARDED and slot is not None else (kind, slot)
-        for kind, slot in type_
-    )
+
+    def along(kind: Replication, qualifier: int | None) -> AxisType:
+        if kind is not SHARDED or qualifier is None:
+            return kind, qualifier
+        return kind, None if qualifier == FLAT else qualifier + 1
+
+    return tuple(starmap(along, type_))
 
 
 @lru_cache(256)
@@ -110,7 +117,8 @@ def exchanged_type(before: ReplicaType, axes: Sequence[int], same: AxisType | No
 @lru_cache(256)
 def repeated_axes(type_: ReplicaType) -> tuple[int, ...]:
     """Axes along which equal values were summed."""
-    return tuple(i for i, (kind, slot) in enumerate(type_) if slot == 2 and kind in (REPLICATED, VARYING))
+    repeated = (REPEATED_SUM, (VARYING, AFTER_REPEATED_SUM))
+    return tuple(i for i, along in enumerate(type_) if along in repeated)
 
 
 @lru_cache(256)
@@ -124,5 +132,5 @@ def diverged_axes(was: ReplicaType, after: ReplicaType) -> tuple[tuple[int, ...]
         for i, (before, (kind, _)) in enumerate(zip(was, after, strict=True))
         if (before[0] is REPLICATED and kind > REPLICATED) or (before == (SHARDED, FLAT) and kind is PARTIAL)
     ]
-    certain = tuple(i for i in found if after[i][0] is not VARYING or reduced_slot(after[i][1]) != after[i][1])
+    certain = tuple(i for i in found if after[i][0] is not VARYING or after_reduction(after[i][1]) != after[i][1])
     return certain, tuple(i for i in found if i not in certain)

@@ -25,9 +25,9 @@ from popxl.analysis.replication import (
     Finding,
     ReplicaType,
     Report,
+    before_reduction,
     differs_by_own_variables,
     is_term,
-    unreduced_slot,
 )
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, Variable
@@ -153,9 +153,9 @@ class TypeFindings:
             find("mean of a sum", False, op, t, terms,
                  "{t} is a term of a sum over {axes}, and the mean of the terms is taken: the result is as many times "
                  "too small as there are replicas. Write \"add\".")  # fmt: skip
-        for slot, flaw in ((TERMS_PLUS_SHARED, "more"), (NONLINEAR_TERMS, "linear")):
+        for qualifier, flaw in ((TERMS_PLUS_SHARED, "more"), (NONLINEAR_TERMS, "linear")):
             if reduction == "add" and (
-                spoiled := [i for i in axes if before[i][0] is VARYING and unreduced_slot(before[i][1]) == slot]
+                spoiled := [i for i in axes if before[i][0] is VARYING and before_reduction(before[i][1]) == qualifier]
             ):
                 self.sum_of_flawed_terms(op, t, spoiled, flaw)
         if cut := [i for i in axes if before[i][0] is SHARDED and before[i][1] is not None and reduction != "max"]:

@@ -37,8 +37,9 @@ def run_lines(options: object, filepath: str | os.PathLike[str], names: Mapping[
         try:
             _value(_call(line), scope)
         except Exception as error:  # a line may raise any error of a method; it is reported with the line
+            problem = error.msg if isinstance(error, SyntaxError) else error  # which counts lines from this one
             raise ConfigFileError(
-                f"{type(error).__name__} at line {number} of {os.fspath(filepath)}: {error}\n> {line}"
+                f"{type(error).__name__} at line {number} of {os.fspath(filepath)}: {problem}\n> {line}"
             ) from error
 
 

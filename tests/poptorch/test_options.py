@@ -571,6 +571,7 @@ def test_wrong_lines(tmp_path: Path, line: str, kind: str, message: str) -> None
         options.loadFromFile(path)
     text = str(raised.value)
     assert text.startswith(f"{kind} at line 3 of {path}: ") and text.endswith(f"> {line}") and message in text
+    assert "line 1" not in text
     assert repr(options) == repr(Options()), "no line counts if one is wrong"
 
 

@@ -138,7 +138,7 @@ def test_gpus_read_rows_once(length: int) -> None:
 @pytest.mark.parametrize("may_see_none", [False, True])
 def test_gpus_find_both_numbers_of_a_row_at_once(may_see_none: bool) -> None:
     """The largest number and the sum of exponentials: also of rows that have infinities and NaN; and derivatives."""
-    t = np.random.default_rng(4).normal(size=(6, 3, 33)).astype(np.float32) * 20
+    t = np.random.default_rng(4).normal(size=(6, 3, of_gpus.SHORT + 33)).astype(np.float32) * 20
     t[0, 1, :5], t[1, 0, 4], t[2, 2], t[3, 0, 7] = -np.inf, np.nan, -np.inf, np.inf
     found, expected = (form(t, 2, may_see_none) for form in (of_gpus.exponentials, sums.exponentials.plain))
     np.testing.assert_array_equal(found[0], expected[0])

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from poptorch.capture.preserved_functions import WHOLE
+from poptorch.capture.preserved_functions import PRESERVED_FUNCTIONS
 from poptorch.capture.tensor_layout import overwrite
 from poptorch.capture.torch_private import without_modes, written_arguments
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Value, View, values_in
@@ -141,13 +141,11 @@ def _results(node: Node, known: Mapping[Value, torch.Tensor]) -> list[torch.Tens
 
 def _preserved_results(node: Node, given: Mapping[str, Any]) -> list[Any]:
     """Results of a preserved function, followed by tensors that it overwrites."""
-    named = ((whole, inspect.signature(whole.like or whole.functions[0])) for whole in WHOLE if whole.op == node.op)
-    whole, signature = next(
-        (whole, signature) for whole, signature in named if signature.parameters.keys() - {"inplace"} == given.keys()
-    )
-    written = {id(t): t.clone() for t in whole.writes(given)}
+    signatures = {f: inspect.signature(f.like or f.functions[0]) for f in PRESERVED_FUNCTIONS if f.op == node.op}
+    preserved = next(f for f, s in signatures.items() if s.parameters.keys() - {"inplace"} == given.keys())
+    written = {id(t): t.clone() for t in preserved.writes(given)}
     arguments = pytree.tree_map(lambda leaf: written.get(id(leaf), leaf), dict(given))
-    return [_call_by_name(whole.functions[0], signature, arguments), *written.values()]
+    return [_call_by_name(preserved.functions[0], signatures[preserved], arguments), *written.values()]
 
 
 def _call_by_name(function: Callable[..., Any], signature: inspect.Signature, arguments: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from poptorch.capture.indexing import getitem, setitem
 from poptorch.capture.number_inputs import holds_counters, with_numbers
 from poptorch.capture.preserved_functions import (
     COMPOSED_LOSSES,
-    WHOLE,
+    PRESERVED_FUNCTIONS,
     PreservedFunction,
     as_activation,
     with_masks_of_bools,
@@ -69,7 +69,7 @@ class FunctionInterceptor(TorchFunctionMode):
 
     def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
         tracer = self._tracer
-        whole = None
+        preserved = None
         if not tracer.is_suspended:
             if func is torch.Tensor.detach_:
                 return tracer.detach_(*args)
@@ -102,12 +102,12 @@ class FunctionInterceptor(TorchFunctionMode):
                     "functions give; where a model only runs, `poptorch.cond`."
                 )
             tracer.differentiates |= in_transform()
-            whole = None if in_transform() else _by_function().get(func)
+            preserved = None if in_transform() else _by_function().get(func)
         args, kwargs = as_activation(func, *with_masks_of_bools(func, args, with_weight(func, kwargs)))
-        if whole is None:
+        if preserved is None:
             results = func(*args, **kwargs)
             return tracer.loss(results) if any(func is each for each in COMPOSED_LOSSES) else results
-        return tracer.function(whole, func, *with_plain_sizes(func, args, kwargs))
+        return tracer.function(preserved, func, *with_plain_sizes(func, args, kwargs))
 
 
 _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__format__", "data_ptr", "numpy", "tolist"))
@@ -126,4 +126,4 @@ _MAKE_DUAL = torch._VF._make_dual
 
 @cache
 def _by_function() -> dict[Any, PreservedFunction]:
-    return {function: whole for whole in WHOLE for function in whole.functions}
+    return {function: preserved for preserved in PRESERVED_FUNCTIONS for function in preserved.functions}

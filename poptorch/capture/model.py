@@ -127,16 +127,16 @@ def capture(
 
     asked = _Request(forward, places, module, flatten, grouped, with_scopes, breaks, derives, function, tape)
 
-    def once(keeps_whole: bool) -> Captured:
+    def once(preserves: bool) -> Captured:
         return _capture(
-            Tracer(ambient, lowered, excludes, keeps_whole, module, breaks, has_counters=tape is not None), asked
+            Tracer(ambient, lowered, excludes, preserves, module, breaks, has_counters=tape is not None), asked
         )
 
     try:
-        return once(keeps_whole=True)
+        return once(preserves=True)
     except RetryWithoutPreserving:
         vars(ambient).update(vars(CaptureContext(ambient._strategy)))  # blocks are numbered again
-    return once(keeps_whole=False)
+    return once(preserves=False)
 
 
 class _Request(NamedTuple):

@@ -154,7 +154,7 @@ _LOSSES_OF_TORCH = (
 """Losses that `torch` has by the names of `torch.nn.functional`, but with parameters of their own. The reduction is
 a number; in Python it is 0, for none, if it is left out, whatever their schemas say."""
 
-_WHOLE_LOSSES = (
+_PRESERVED_LOSSES = (
     *(_preserve(loss) for loss in _LOSSES),
     *_LOSSES_OF_TORCH,
     _preserve(F.gaussian_nll_loss, shaped_as=_shaped_as_gaussian_nll),
@@ -163,7 +163,7 @@ _WHOLE_LOSSES = (
     _preserve(F.linear_cross_entropy, shaped_as=_shaped_as_linear_cross_entropy),
 )
 
-LOSSES = frozenset(whole.op for whole in _WHOLE_LOSSES)
+LOSSES = frozenset(each.op for each in _PRESERVED_LOSSES)
 """Names of the ops that are losses."""
 
 COMPOSED_LOSSES = (F.triplet_margin_with_distance_loss,)
@@ -282,8 +282,8 @@ def _shaped_as_lstsq(
     return torch.return_types.linalg_lstsq(results)  # type: ignore[attr-defined]
 
 
-WHOLE: tuple[PreservedFunction, ...] = (
-    *_WHOLE_LOSSES,
+PRESERVED_FUNCTIONS: tuple[PreservedFunction, ...] = (
+    *_PRESERVED_LOSSES,
     _preserve(F.batch_norm, writes=_statistics, shaped_as=_shaped_as_batch_norm),
     _preserve(F.instance_norm, writes=_statistics),
     _preserve(

@@ -227,9 +227,8 @@ class Recorder:
 
     def _introduce(self, t: torch.Tensor, value: Value, blocks_grad: bool = True) -> None:
         """Register a tensor that owns its storage."""
-        storage = self._storages[self._storage_key(t)] = TensorStorage(
-            t, TensorLayout.from_tensor(t), value, blocks_grad
-        )
+        key = self._storage_key(t)  # refuses sparse tensors, which have no layout
+        storage = self._storages[key] = TensorStorage(t, TensorLayout.from_tensor(t), value, blocks_grad)
         self._all_storages.append(storage)
         self._views[id(t)] = TensorView(t, storage, (), value, 0)
         self._await(storage, value, t)

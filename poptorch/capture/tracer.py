@@ -84,7 +84,7 @@ class Tracer:
         ambient: CaptureContext,
         lowered: Callable[[str, str], bool],
         excludes: Sequence[str],
-        keeps_whole: bool = True,
+        preserves: bool = True,
         module: torch.nn.Module | None = None,
         breaks: GraphBreaks | None = None,
         has_counters: bool = False,
@@ -94,9 +94,9 @@ class Tracer:
         self.recorder = Recorder(ambient, excludes, module)
         self.hooks: list[str] = []
         self.host_state: HostState | None = None
-        self._keeps_whole = keeps_whole
-        self._has_whole = False
-        self.differentiates = not keeps_whole
+        self._preserves = preserves
+        self._has_preserved = False
+        self.differentiates = not preserves
         self._lowered = lowered
         self.is_suspended = False
         self.generator: torch.Generator | None = None
@@ -203,36 +203,36 @@ class Tracer:
             trace.outputs = [self.recorder.value_of(t) for t in results]
         return trace, results
 
-    def function(self, whole: PreservedFunction, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def function(self, preserved: PreservedFunction, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record a preserved PyTorch function as one op, or run it op by op if preserving is disabled."""
         narrow = autocast_dtype()
-        if self._keeps_whole and narrow is not None and whole.op in NARROWED:
+        if self._preserves and narrow is not None and preserved.op in NARROWED:
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: narrowed(t, narrow), (args, kwargs))
             with torch.autocast("cpu", enabled=False):
-                return self.function(whole, function, args, kwargs)
-        if not self._keeps_whole or narrow is not None:  # autocast casts the arguments of inner functions
+                return self.function(preserved, function, args, kwargs)
+        if not self._preserves or narrow is not None:  # autocast casts the arguments of inner functions
             results = function(*args, **kwargs)
-            return self.loss(results) if whole.op in LOSSES else results
-        given = whole.arguments(function, args, kwargs)
-        if given is None and whole.otherwise is not None:
+            return self.loss(results) if preserved.op in LOSSES else results
+        given = preserved.arguments(function, args, kwargs)
+        if given is None and preserved.otherwise is not None:
             with self.function_interceptor:
-                return whole.otherwise(*args, **kwargs)
+                return preserved.otherwise(*args, **kwargs)
         if given is None:
             return function(*args, **kwargs)
         if given.pop("inplace", False):
-            return given["input"].copy_(self.function(whole, function, (), given))
-        written = whole.writes(given)
+            return given["input"].copy_(self.function(preserved, function, (), given))
+        written = preserved.writes(given)
         with self.suspended():
             try:
-                results = function(*args, **kwargs) if whole.shaped_as is None else whole.shaped_as(**given)
+                results = function(*args, **kwargs) if preserved.shaped_as is None else preserved.shaped_as(**given)
             except (AssertionError, IndexError, RuntimeError, ValueError):
-                if whole.op not in LOSSES:
+                if preserved.op not in LOSSES:
                     raise
                 results = retry_loss(function, args, kwargs)
         if any(shares_storage(t, given) for t in pytree.tree_leaves(results)):  # a view, or the argument itself
             return function(*args, **kwargs)
-        self._has_whole = True
-        node = self.recorder.node(whole.op, "", given)
+        self._has_preserved = True
+        node = self.recorder.node(preserved.op, "", given)
         self.recorder.results(node, results)
         for t in written:
             self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
@@ -288,7 +288,7 @@ class Tracer:
         Raises:
             RetryWithoutPreserving: if a preserved function was recorded, or may have been.
         """
-        if (self._keeps_whole if is_forward else self._has_whole) and not in_transform():
+        if (self._preserves if is_forward else self._has_preserved) and not in_transform():
             raise RetryWithoutPreserving
 
     def has_known_values(self, t: torch.Tensor) -> bool:
@@ -370,12 +370,12 @@ class Tracer:
             made_of = decomposition(op)
         if made_of is None:
             return NotImplemented
-        with self.recorder.recording_decomposition() as whole, self.op_interceptor:
+        with self.recorder.recording_decomposition() as final, self.op_interceptor:
             results = made_of(*args, **kwargs)
             if all(result.alias_info is None for result in op._schema.returns):  # where the parts give a view
                 results = pytree.tree_map(lambda t: t.clone() if shares_storage(t, given) else t, results)
             made = results[:1] if is_part else results
-            whole += [t for t in pytree.tree_leaves([made, *written.values()]) if isinstance(t, torch.Tensor)]
+            final += [t for t in pytree.tree_leaves([made, *written.values()]) if isinstance(t, torch.Tensor)]
         return results
 
     def _record_new(self, name: str, overload: str, given: Mapping[str, Any], args: Any, results: Any) -> None:

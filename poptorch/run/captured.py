@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -36,98 +36,106 @@ from poptorch.run.hooks import substituting
 from poptorch.run.host_model import HostModel
 from poptorch.run.weights import hook_problem
 
-
-def captured_model(
-    model: HostModel,
-    signature: Signature,
-    places: Sequence[TensorLayout],
-    options: Options,
-    training: bool,
-    breaks: GraphBreaks | None = None,
-    has_fewer_rows: bool = False,
-    counts: Collection[str] | None = None,
-) -> tuple[Captured, OutputStructure]:
-    """Capture a model for given tensor layouts, and check that it can be compiled. Return capture and output structure.
-
-    Args:
-        places: layouts of the tensors of a micro-batch in memory; see `layouts_of`.
-        has_fewer_rows: whether the program is for fewer rows than another one, which the options allowed.
-        counts: numbers of the module that the program carries; `None` for all that it can.
-
-    Raises:
-        poptorch.Error: if it has no tensor operations, or unsupported ones; if its blocks or overlapped transfers do
-            not fit the options.
-    """
-    once = partial(_captured_once, model, signature, places, options, training)
-    captured, answer, ambient = once(breaks)
-    has_breaks = breaks is not None and bool(breaks.found)
-    if not has_breaks and (counting := _counting(captured, partial(once, None), counts)) is not None:
-        captured, answer, ambient = counting
-    _warn_of_carried(captured, model.module)
-    _warn_of_host(captured, model.warned)
-    if training and captured.hooks:
-        raise hook_problem(captured.hooks[0])
-    given = set(map(id, captured.trace.inputs))
-    if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)) and not has_breaks:
-        raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
-    if options.Precision.floating_point_exceptions:
-        _watch_comparisons(captured.trace)
-    if ambient.overlaps:
-        _check_overlaps(captured)
-        check_overlapped_io(options, options.output_mode)
-    options._Popart.check()
-    if not has_fewer_rows:  # there may be too few for all stages of a pipeline
-        check_placement([node.site for node in captured.trace.nodes], options, training)
-    return captured, answer
-
-
 _Capture = tuple[Captured, OutputStructure, CaptureContext]
 
 
-def _captured_once(
-    model: HostModel,
-    signature: Signature,
-    places: Sequence[TensorLayout],
-    options: Options,
-    training: bool,
-    breaks: GraphBreaks | None,
-    tape: Tape | None = None,
-) -> _Capture:
-    """Capture, its output structure and its placement; warns of arguments that the model overwrites."""
-    # Both of the last time that `forward` ran, as it may have to run again.
-    answers: list[OutputStructure] = []
-    overwritten: list[str] = []
+@dataclass(frozen=True)
+class ModelCapture:
+    """Capture of a model for compilation.
 
-    def forward(tensors: list[torch.Tensor]) -> Any:
-        args, kwargs = signature.arguments(tensors, hides=True)
-        objects = signature.objects(args, kwargs)
-        named = signature.named(args, kwargs)
-        before = copy_containers(named)
-        changes = SideEffects(objects)
-        result = model.call(*args, **kwargs)
-        changed = changes.changed_attributes()
-        overwritten[:] = [name for name, value in named.items() if not is_unchanged(before[name], value)]
-        answers[:] = [OutputStructure(result, changed, objects)]
-        return result, changed
+    Attributes:
+        training: whether the model is to be trained.
+        has_fewer_rows: whether the program is for fewer rows than another one, which the options allowed.
+    """
 
-    with substituting(), capturing(options.execution_strategy) as ambient:
-        captured = capture(
-            forward,
-            places,
-            model.module,
-            ambient=ambient,
-            lowered=has_lowering,
-            flatten=lambda returned: answers[0].tensors(returned),
-            grouped=list(model.grouped),
-            excludes=options.source_location_excludes,
-            with_scopes=options.module_namescope_enabled,
-            breaks=breaks,
-            derives=training,
-            function=model.call if model.module is None else None,
-            tape=tape,
-        )
-    _warn_of_arguments(overwritten, model)
-    return captured, answers[0], ambient
+    model: HostModel
+    options: Options
+    training: bool
+    has_fewer_rows: bool = False
+
+    def __call__(
+        self,
+        signature: Signature,
+        layouts: Sequence[TensorLayout],
+        breaks: GraphBreaks | None = None,
+        counts: Collection[str] | None = None,
+    ) -> tuple[Captured, OutputStructure]:
+        """Capture the model, and check that it can be compiled. Return capture and output structure.
+
+        Args:
+            layouts: layouts of the tensors of a micro-batch in memory; see `layouts_of`.
+            counts: numbers of the module that the program carries; `None` for all that it can.
+
+        Raises:
+            poptorch.Error: if it has no tensor operations, or unsupported ones; if its blocks or overlapped transfers
+                do not fit the options.
+        """
+        model, options = self.model, self.options
+        captured, answer, ambient = self._once(signature, layouts, breaks)
+        has_breaks = breaks is not None and bool(breaks.found)
+        if not has_breaks:
+            counting = _counting(captured, partial(self._once, signature, layouts, None), counts)
+            captured, answer, ambient = counting or (captured, answer, ambient)
+        _warn_of_carried(captured, model.module)
+        _warn_of_host(captured, model.warned)
+        if self.training and captured.hooks:
+            raise hook_problem(captured.hooks[0])
+        given = set(map(id, captured.trace.inputs))
+        if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)) and not has_breaks:
+            raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
+        if options.Precision.floating_point_exceptions:
+            _watch_comparisons(captured.trace)
+        if ambient.overlaps:
+            _check_overlaps(captured)
+            check_overlapped_io(options, options.output_mode)
+        options._Popart.check()
+        if not self.has_fewer_rows:  # there may be too few for all stages of a pipeline
+            check_placement([node.site for node in captured.trace.nodes], options, self.training)
+        return captured, answer
+
+    def _once(
+        self,
+        signature: Signature,
+        layouts: Sequence[TensorLayout],
+        breaks: GraphBreaks | None,
+        tape: Tape | None = None,
+    ) -> _Capture:
+        """Capture, its output structure and its placement; warns of arguments that the model overwrites."""
+        model, options = self.model, self.options
+        # Both of the last time that `forward` ran, as it may have to run again.
+        answers: list[OutputStructure] = []
+        overwritten: list[str] = []
+
+        def forward(tensors: list[torch.Tensor]) -> Any:
+            args, kwargs = signature.arguments(tensors, hides=True)
+            objects = signature.objects(args, kwargs)
+            named = signature.named(args, kwargs)
+            before = copy_containers(named)
+            changes = SideEffects(objects)
+            result = model.call(*args, **kwargs)
+            changed = changes.changed_attributes()
+            overwritten[:] = [name for name, value in named.items() if not is_unchanged(before[name], value)]
+            answers[:] = [OutputStructure(result, changed, objects)]
+            return result, changed
+
+        with substituting(), capturing(options.execution_strategy) as ambient:
+            captured = capture(
+                forward,
+                layouts,
+                model.module,
+                ambient=ambient,
+                lowered=has_lowering,
+                flatten=lambda returned: answers[0].tensors(returned),
+                grouped=list(model.grouped),
+                excludes=options.source_location_excludes,
+                with_scopes=options.module_namescope_enabled,
+                breaks=breaks,
+                derives=self.training,
+                function=model.call if model.module is None else None,
+                tape=tape,
+            )
+        _warn_of_arguments(overwritten, model)
+        return captured, answers[0], ambient
 
 
 _MOST_CAPTURES = 16

@@ -25,7 +25,7 @@ from poptorch.program.batching import Batching
 from poptorch.program.returned import Returned
 from poptorch.run import weight_values
 from poptorch.run.arguments import Signature
-from poptorch.run.captured import captured_model, layouts_of
+from poptorch.run.captured import ModelCapture, layouts_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.graph_breaks import BrokenGraph
 from poptorch.run.host_model import HostModel
@@ -81,7 +81,8 @@ def compiled_model(
     anchors = _anchors(options, trainer.names() if trainer is not None else ())
     batching = Batching.from_options(options, update is not None)
     seed = options.random_seed if options.random_seed is not None else secrets.randbits(31)
-    captures = _ModelCaptures(model, options, batching, update is not None, has_fewer_rows, counts)
+    capture = ModelCapture(model, options, update is not None, has_fewer_rows)
+    captures = _ModelCaptures(capture, batching, counts)
     signature_of = partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers)
     signature, path = _hiding(signature_of, partial(captures.first, args, kwargs))
     if not has_fewer_rows:
@@ -108,33 +109,27 @@ def compiled_model(
 
 @dataclass
 class _ModelCaptures:
-    """Captures of a model for one compilation; see `captured_model`. The first one decides the layouts of tensors."""
+    """Captures of a model for one compilation. The first one decides the layouts of tensors."""
 
-    model: HostModel
-    options: Options
+    capture: ModelCapture
     batching: Batching
-    training: bool
-    has_fewer_rows: bool
     counts: Collection[str] | None
-    places: Sequence[TensorLayout] = ()
+    layouts: Sequence[TensorLayout] = ()
 
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> ExecutionPath:
         """Capture for the arguments of a call."""
         tensors = signature.check(args, kwargs)
-        self.places = layouts_of(tensors, signature, self.batching)
+        self.layouts = layouts_of(tensors, signature, self.batching)
         return self.path(signature, tensors, ())
 
     def path(self, signature: Signature, tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> ExecutionPath:
         """Capture for given tensors, and results of the first graph breaks."""
         micro_batches = self.batching.micro_batches * self.batching.groups.replicas
         breaks = None
-        if self.options.kept_programs > 1:
-            breaks = GraphBreaks(tensors, answers, self.training, micro_batches)
-        counts = () if answers else self.counts
-        captured, answer = captured_model(
-            self.model, signature, self.places, self.options, self.training, breaks, self.has_fewer_rows, counts
-        )
-        return ExecutionPath(captured, answer, () if breaks is None else breaks.found)
+        if self.capture.options.kept_programs > 1:
+            breaks = GraphBreaks(tensors, answers, self.capture.training, micro_batches)
+        found = self.capture(signature, self.layouts, breaks, () if answers else self.counts)
+        return ExecutionPath(*found, () if breaks is None else breaks.found)
 
 
 _MOST_LOOKS = 4
@@ -197,8 +192,8 @@ def carries(
         return False
 
     def capture(signature: Signature) -> ExecutionPath:
-        places = layouts_of(signature.check(args, kwargs), signature, compiled.batching)
-        found = captured_model(model, signature, places, options, training, counts=list(compiled.host_numbers))
+        layouts = layouts_of(signature.check(args, kwargs), signature, compiled.batching)
+        found = ModelCapture(model, options, training)(signature, layouts, counts=list(compiled.host_numbers))
         return ExecutionPath(*found, breaks=())
 
     signature, path, _ = _hidden(signature_of, capture)

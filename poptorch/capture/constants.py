@@ -188,10 +188,23 @@ _COPIES = frozenset(f"aten.{name}" for name in ("_to_copy", "alias", "clone", "d
 """Ops whose result equals their input."""
 
 
-def distance(start: Value, stop: Value, buffers: dict[Value, torch.Tensor]) -> int | None:
-    """Difference `stop - start` of two integers, if both are known offsets from one value; otherwise `None`."""
+def distance(start: Value, stop: Value, buffers: dict[Value, torch.Tensor], sees_selects: bool) -> int | None:
+    """Difference `stop - start` of two integers, if both are known offsets from one value; otherwise `None`.
+
+    Args:
+        sees_selects: whether two selections of one element, such as `i[0]` and `i[0]`, are one value.
+    """
     (begin, before), (end, after) = _base_and_offset(start, buffers), _base_and_offset(stop, buffers)
-    return after - before if begin is end else None
+    is_one = begin is end or sees_selects and _selected(begin) == _selected(end)
+    return after - before if is_one else None
+
+
+def _selected(value: Value) -> tuple[Any, ...]:
+    """Tensor, dimension and index of a selected element; the value itself if it is none."""
+    node = value.made_by
+    if node is None or node.op != "aten.select":
+        return (value,)
+    return tuple(node.arguments[name] for name in ("input", "dim", "index"))
 
 
 def _base_and_offset(value: Value, buffers: dict[Value, torch.Tensor]) -> tuple[Value, int]:

@@ -142,9 +142,9 @@ class Recorder:
             self.read.setdefault(name, self.source())
         return numbers_of(value, self._numbers)
 
-    def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
+    def distance(self, start: torch.Tensor, stop: torch.Tensor, sees_selects: bool) -> int | None:
         """Difference `stop - start` of two integers, if both are known offsets from one value; otherwise `None`."""
-        return distance(self.value_of(start), self.value_of(stop), self._numbers)
+        return distance(self.value_of(start), self.value_of(stop), self._numbers, sees_selects)
 
     def new_constant(self, t: torch.Tensor, numbers: torch.Tensor) -> Node:
         """Record a constant with these contents, which callers must not modify, as a tensor's value."""

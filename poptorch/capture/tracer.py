@@ -297,7 +297,7 @@ class Tracer:
 
     def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
         """Difference `stop - start` of two scalars, if constant across runs; otherwise `None`."""
-        return self.recorder.distance(start, stop)
+        return self.recorder.distance(start, stop, sees_selects=self.is_one_program)
 
     def check_classes(self, input: torch.Tensor, num_classes: int = -1) -> None:
         """Check that `one_hot` receives a number of classes, or can read its input.

@@ -362,6 +362,25 @@ def test_slices_of_micro_batches() -> None:
         torch.testing.assert_close(found, torch.cat(parts))
 
 
+def test_a_slice_of_each_row() -> None:
+    """`i[k]` is one number, however often it is asked for; after a change it is another."""
+
+    def model(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x[k, i[k] : i[k] + 2] for k in range(len(x))])
+
+    def changed(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        first = i[0] + 0
+        i = i + 0
+        i[0] += 1
+        return x[0, first : i[0] + 1]
+
+    x, places, options = torch.arange(16.0).reshape(4, 4), torch.tensor([1, 0, 2, 1]), poptorch.Options()
+    found = poptorch.inferenceModel(model, options.deviceIterations(2))(x, places)
+    torch.testing.assert_close(found, model(x, places))
+    with pytest.raises(poptorch.Error, match="the host has to look at numbers here"):
+        poptorch.inferenceModel(changed, options)(x, places)
+
+
 def test_slices_of_unknown_length_are_refused() -> None:
     for forward in (lambda x, i: x[i:], lambda x, i: x[i : 2 * i], lambda x, i: x[:i]):
         with pytest.raises(poptorch.Error, match="numbers in a tensor cannot be read.*dynamic_slice"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from itertools import compress
 from operator import or_
+from typing import Literal
 
 from popxl.analysis.op_effects import is_linear
 from popxl.core.aliasing import storages
@@ -25,6 +26,9 @@ from popxl.remote_buffer import RemoteBuffer
 PER_RUN = 1  # something that is not the same in the next run
 INPUTS = 64
 UNKNOWN_VALUE = PER_RUN
+
+UnreadChange = Literal["input", "loaded", "local"]
+"""Change of an input passed by value, of a copy of a remote buffer's slot, or of a constant or computed value."""
 
 
 @dataclass
@@ -45,10 +49,8 @@ class GraphEffects:
         reduced: elements of `held` that replicas combine unchanged.
         gathered: elements of `held` whose shards replicas gather unchanged.
         masks: ops that drop elements, with the dependencies of their seed.
-        lost: inputs whose changes have no reader, with the op.
         loaded: the outputs that were loaded from a remote buffer, by number.
-        not_stored: loaded slots whose changes have no reader, with the op.
-        not_kept: constants and computed values whose changes have no reader, with the op.
+        unread_changes: changes that nothing reads, stores or keeps, with the op and the tensor.
     """
 
     graph: Graph
@@ -62,10 +64,8 @@ class GraphEffects:
     reduced: int = 0
     gathered: int = 0
     masks: set[tuple[Op, int]] = field(default_factory=set)
-    lost: list[tuple[Op, Tensor]] = field(default_factory=list)
     loaded: set[int] = field(default_factory=set)
-    not_stored: list[tuple[Op, Tensor]] = field(default_factory=list)
-    unused_updates: list[tuple[Op, Tensor]] = field(default_factory=list)
+    unread_changes: list[tuple[UnreadChange, Op, Tensor]] = field(default_factory=list)
 
 
 def bind_inputs(bits: int, given: Sequence[int]) -> int:
@@ -116,10 +116,7 @@ class EffectsPass:
         run.copied = [self.same.get(t, 0) for t in held]
         run.writers = [self.writer.get(t) for t in held]
         run.loaded = {i for i, t in enumerate(graph.outputs) if t in self.loaded}
-        run.not_stored = [*self.not_stored()]
-        run.unused_updates = [*self.unused_updates()]
-        if graph.call_sites:
-            run.lost = [*self.lost()]
+        run.unread_changes = [*self.unread_changes()]
 
     def stored(self, t: Tensor) -> tuple[Tensor, ...]:
         """Tensors that back a tensor's storage."""
@@ -271,34 +268,24 @@ class EffectsPass:
         stacked = zip(run.outputs[own_outputs + carried :], run.same[own_outputs + carried :], strict=True)
         return results + [(bind_inputs(b, turn), bind_inputs(s, copied)) for b, s in stacked]
 
-    def not_stored(self) -> Iterator[tuple[Op, Tensor]]:
-        """Copies of slots whose last change goes unstored."""
-        returned = {s for t in self.run.graph.outputs for s in self.stored(t)}
-        for t in self.loaded:
-            op, changed = self.last.get(t, (None, False))
-            if op is not None and changed and t not in returned:
-                yield op, t
+    def unread_changes(self) -> Iterator[tuple[UnreadChange, Op, Tensor]]:
+        """Last changes of storages that nothing reads, stores or keeps.
 
-    def unused_updates(self) -> Iterator[tuple[Op, Tensor]]:
-        """Constants and local values whose last update in this graph goes unread.
-
-        Excludes graphs called elsewhere that do so: they may keep a value for themselves, such as the number of a slot.
+        Local values exclude those of called graphs, which may keep a value for themselves, such as the number of a
+        slot.
         """
-        if self.run.graph.gradient_of is not None:
-            return
-        kept = {s for t in self.run.graph.outputs for s in self.stored(t)}
-        kept |= {t for v in self.run.graph.variables for t in (v, v.piece) if t is not None}
-        for t, (op, changed) in self.last.items():
-            if changed and not op.called_graphs and not (t in kept or t in self.number or t in self.loaded):
-                yield op, t
-
-    def lost(self) -> Iterator[tuple[Op, Tensor]]:
-        """Inputs whose last change reaches no caller."""
         graph = self.run.graph
-        returned = {s for t in graph.outputs for s in self.stored(t)}
-        for i, t in enumerate(graph.inputs):
-            op, changed = self.last.get(t, (None, False))
-            if op is None or not changed or t.by_ref or t in returned:
+        kept = {s for t in graph.outputs for s in self.stored(t)}
+        kept |= {t for v in graph.variables for t in (v, v.piece) if t is not None}
+        for t, (op, changed) in self.last.items():
+            if not changed or t in kept:
                 continue
-            if all(i - len(graph.inputs) + len(site.inputs) not in site.modified for site in graph.call_sites):
-                yield op, t
+            if t in self.loaded:
+                yield "loaded", op, t
+            elif t in self.number:
+                behind = len(graph.inputs) - self.number[t]
+                is_passed_on = any(len(site.inputs) - behind in site.modified for site in graph.call_sites)
+                if graph.call_sites and not t.by_ref and not is_passed_on:
+                    yield "input", op, t
+            elif not op.called_graphs and graph.gradient_of is None:
+                yield "local", op, t

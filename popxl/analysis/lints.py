@@ -11,9 +11,10 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from popxl.analysis.dataflow import INPUTS, PER_RUN, EffectsPass, GraphEffects, bind_inputs
+from popxl.analysis.dataflow import INPUTS, PER_RUN, EffectsPass, GraphEffects, UnreadChange, bind_inputs
 from popxl.analysis.inference import infer
 from popxl.analysis.placement import crossing_updates
 from popxl.analysis.replication import Report
@@ -48,12 +49,9 @@ def run_lints(main: Graph) -> None:
     program = _Program(main)
     reported: _Reported = defaultdict(dict)
     for run in program.runs.values():
-        for op, t in run.lost:
-            reported[_LOST, op.source][f"`{t.path}` in {run.graph.title}"] = None
-        for op, t in run.not_stored:
-            reported[_NOT_STORED, op.source][f"`{t.path}`"] = None
-        for op, t in run.unused_updates:
-            reported[_NOT_KEPT, op.source][f"`{t.path}`"] = None
+        for change, op, t in sorted(run.unread_changes, key=itemgetter(0)):
+            where = f" in {run.graph.title}" if change == "input" else ""
+            reported[_UNREAD_CHANGES[change], op.source][f"`{t.path}`{where}"] = None
         for op in _rebound_names(run.graph):
             reported[_REBOUND_NAME, op.source][f"`{op.inputs[0].path}`"] = None
     for op in program.repeated():
@@ -122,6 +120,7 @@ _NOT_KEPT = Lint(
     "variable itself, or its piece if it is in pieces; or write to it what was computed, with "
     "`ops.var_updates.copy_var_update_(variable, ...)`.",
 )
+_UNREAD_CHANGES: Mapping[UnreadChange, Lint] = {"input": _LOST, "loaded": _NOT_STORED, "local": _NOT_KEPT}
 _SAME_SLOT = Lint(
     RemoteSlotWarning,
     "Variables have the same slot of a remote buffer: {names}. One value fills it, and those of the others are lost. "

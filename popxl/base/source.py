@@ -33,6 +33,11 @@ class SourceLocation:
             return ""
         return linecache.getline(self.file, self.line).strip()
 
+    @property
+    def quoted(self) -> str:
+        """The line and its place, in errors: "`y = x @ w` (model.py:12)"; the place alone where it cannot be read."""
+        return f"`{text}` ({self})" if (text := self.text) else f"({self})"
+
     @staticmethod
     def of(place: tuple[CodeType, int]) -> SourceLocation:
         """Create a location from a code object and a line number."""

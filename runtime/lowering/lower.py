@@ -155,10 +155,8 @@ class Lowering:
         except PopxlError:  # a complete message already
             raise
         except Exception as problem:
-            text = f"`{op.source.text}` " if op.source.text else ""
-            raise PopxlError(
-                f"Session: {op!r} in {op.graph.title}, at {text}({op.source}), cannot be run: {problem}"
-            ) from problem
+            where = f"{op!r} in {op.graph.title}, at {op.source.quoted}"
+            raise PopxlError(f"Session: {where}, cannot be run: {problem}") from problem
         store_results(op, results, environment)
         if op.inputs:  # else it waits for nothing
             context.channels.record_computed(results)

@@ -228,10 +228,10 @@ class Debugged(Lowering):
 
 def _op_lines(op: Op, iteration: int = 0) -> list[str]:
     """Lines with an op's printed form and source location."""
-    graph, text = op.graph, f"`{op.source.text}` " if op.source.text else ""
+    graph = op.graph
     of = f", the gradient of {graph.gradient_of.title}" if graph.gradient_of is not None else ""
     iterations = f", in turn {iteration} of {op.runs[0].iterations}" if iteration else ""
-    return [f"    {line(op)}{iterations}", f"        in {graph.title}{of}, at {text}({op.source})"]
+    return [f"    {line(op)}{iterations}", f"        in {graph.title}{of}, at {op.source.quoted}"]
 
 
 def _advice(targets: Sequence[Tensor], made: Sequence[Array]) -> str:

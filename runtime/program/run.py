@@ -193,9 +193,8 @@ class Runner:
             raise too_many_transfers(self._layout, self._layout.limited[number])
         for op in (op for op in lowered_ops(self._layout.main) if op.id == id):
             required = op.kind.requirements[number]
-            text = f"`{op.source.text}` " if op.source.text else ""
             raise ApplicationRuntimeError(
-                f"Session.run: in {op!r} of {op.graph.title}, at {text}({op.source}), `{required.operand}` "
+                f"Session.run: in {op!r} of {op.graph.title}, at {op.source.quoted}, `{required.operand}` "
                 f"{required.message}, and it is not."
             )
 

@@ -13,7 +13,7 @@ from popxl.base.choices import choosing
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime.comparison import Comparison, compare
-from runtime.machine import PlanningMachine
+from runtime.machine import LayoutMachine
 from runtime.watched_runs import WatchingMachine, run_file, watched
 
 HOW = (
@@ -52,7 +52,7 @@ def compared_run(file: Path, arguments: Sequence[str], alone: Sequence[str], num
 def _built(file: Path, arguments: Sequence[str], taken: dict[str, Any]) -> list[Ir]:
     """The Irs that a program builds with these choices; what it prints is left out."""
     irs: dict[Ir, None] = {}
-    with choosing(taken), watched(WatchingMachine(PlanningMachine()), irs), redirect_stdout(StringIO()):
+    with choosing(taken), watched(WatchingMachine(LayoutMachine()), irs), redirect_stdout(StringIO()):
         _, code = run_file(file, arguments)
     if code:
         raise PopxlError(f"{file} ended with the exit code {code}.")

@@ -60,7 +60,7 @@ class IdleMachine(Machine):
         return NothingRuns()
 
 
-class PlannedProgram(CompiledProgram):
+class LaidOutProgram(CompiledProgram):
     """Laid out, uncompiled program. Access beyond its layout ends the user's program."""
 
     def __init__(self, device: Device, layout: Layout) -> None:
@@ -72,7 +72,7 @@ class PlannedProgram(CompiledProgram):
         raise NothingRuns
 
 
-class PlanningMachine(IdleMachine):
+class LayoutMachine(IdleMachine):
     """Machine without compilation and execution; requires no hardware except the CPU."""
 
     def device(self, description: str | Device | Target, ir: Ir) -> Device:
@@ -82,7 +82,7 @@ class PlanningMachine(IdleMachine):
         return model_device(count, devices_needed(ir), count * len(ipus_used(ir)))
 
     def program(self, ir: Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
-        return PlannedProgram(device, layout_for(ir, device, None if precompiled is None else precompiled.mode))
+        return LaidOutProgram(device, layout_for(ir, device, None if precompiled is None else precompiled.mode))
 
 
 class TargetMachine(IdleMachine):

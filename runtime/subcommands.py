@@ -27,7 +27,7 @@ from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
 from runtime.fitting import CompiledTrial, fit
 from runtime.inspection import report_of
-from runtime.machine import IdleMachine, Machine, PlanningMachine, TargetMachine
+from runtime.machine import IdleMachine, LayoutMachine, Machine, TargetMachine
 from runtime.memory_plans.budget import plan_within
 from runtime.memory_plans.compiled import Compiled, planned_program
 from runtime.session import Session
@@ -82,7 +82,7 @@ def show(asked: CommandArgs) -> int:
     """
     irs: dict[Ir, None] = {}
     target = asked.target
-    machine = WatchingMachine(PlanningMachine() if target is None else TargetMachine(target))
+    machine = WatchingMachine(LayoutMachine() if target is None else TargetMachine(target))
     with watched(machine, irs):
         stopped, code = run_file(asked.file, asked.arguments)
     irs |= dict.fromkeys(ir for ir, _ in machine.programs)
@@ -116,7 +116,7 @@ def check_program(asked: CommandArgs) -> int:
         Ir; 2, if it cannot be compared.
     """
     irs: dict[Ir, None] = {}
-    with watched(WatchingMachine(PlanningMachine()), irs), warnings.catch_warnings():
+    with watched(WatchingMachine(LayoutMachine()), irs), warnings.catch_warnings():
         warnings.simplefilter("ignore", ReplicationWarning)  # which is among the findings
         with redirect_stdout(sys.stderr if asked.as_json else sys.stdout):
             _, code = run_file(asked.file, asked.arguments)

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 import poptorch
 from poptorch import CommGroupType, VariableRetrievalMode, optim
 from popxl.analysis.checking import check
-from runtime.machine import PlanningMachine
+from runtime.machine import LayoutMachine
 from runtime.watched_runs import WatchingMachine, watched
 
 
@@ -153,7 +153,7 @@ def test_the_check_of_replicas_finds_nothing(way: str) -> None:
     model = poptorch.trainingModel(module, options, optim.AdamW(module.parameters(), lr=0.01))
     if way == "grouped weights":
         model.weight.replicaGrouping(CommGroupType.Orthogonal, 2, VariableRetrievalMode.OnePerGroup)
-    machine = WatchingMachine(PlanningMachine())
+    machine = WatchingMachine(LayoutMachine())
     with watched(machine):
         model.compile(x)
     ((ir, _),) = machine.programs

@@ -5,14 +5,14 @@ from contextlib import suppress
 import pytest
 
 from popxl.analysis.checking import check
-from runtime.machine import NothingRuns, PlanningMachine
+from runtime.machine import LayoutMachine, NothingRuns
 from runtime.watched_runs import WatchingMachine, watched
 from tests.targets.communication import PROGRAMS
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_nothing_is_found(name: str) -> None:
-    machine = WatchingMachine(PlanningMachine())
+    machine = WatchingMachine(LayoutMachine())
     with watched(machine), suppress(NothingRuns):
         PROGRAMS[name](8)
     ((ir, _),) = machine.programs

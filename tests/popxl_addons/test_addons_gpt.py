@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import popxl
-from runtime.machine import PlanningMachine
+from runtime.machine import LayoutMachine
 from runtime.plan.loop_rerolling.rerolling import Rerolling
 from tests.popxl_addons.gpt.model import Config, batches, first_weights
 from tests.popxl_addons.gpt.training import Training
@@ -233,7 +233,7 @@ def test_phases_drop_the_same_elements_forwards_and_backwards():
 def test_layers_are_turns_of_loops(name: str, loops: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward turn; and a backward one, with an update for each weight. Where weights are in remote buffers, they and
     what AdamW has for them are loaded, and stored, too."""
-    monkeypatch.setattr(popxl.Session, "machine", PlanningMachine())
+    monkeypatch.setattr(popxl.Session, "machine", LayoutMachine())
     main = VARIANTS[name](Config(layers=4)).ir.main_graph
     rolling = Rerolling(main, main.variables)
     assert [(len(loop.iterations), len(loop.ops)) for loop in rolling.loops] == loops

@@ -133,10 +133,10 @@ def _precision(level: str, platform: str) -> str | None:
     if platform not in _MULTIPLYING:
         return None
     ways = _MULTIPLYING[platform]
-    told = f"Products of float32 are computed at the precision {level!r}: in {ways[level]}."
+    text = f"Products of float32 are computed at the precision {level!r}: in {ways[level]}."
     if level == "default":
-        return told
-    return f"{told} `ir.options.precision = 'default'` would take {ways['default']}."
+        return text
+    return f"{text} `ir.options.precision = 'default'` would take {ways['default']}."
 
 
 def _stood_for(main: Graph) -> dict[Graph, int]:

@@ -214,10 +214,10 @@ class TargetReport(Record):
             ["read and written", bytes_text(self.cost.bytes_accessed)],
         ]
         used = f"{self.used} of {self.chips} chips are used ({self.chip})."
-        told = f"{used} Nothing has run: the machine is not here. {fits}"
+        summary = f"{used} Nothing has run: the machine is not here. {fits}"
         sources = f"Figures: {'; '.join(self.sources)}."
         table = Table(["of each chip", ""], rows)
-        return Page(f"Target {self.description}", [told, table, *self.cost.details(), sources])
+        return Page(f"Target {self.description}", [summary, table, *self.cost.details(), sources])
 
 
 class Report(OnPage, Record):
@@ -367,8 +367,8 @@ class Report(OnPage, Record):
             ]
             for p in self.pieces
         ]
-        told = f"{way} {self.reason} Compiling took {seconds_text(self.seconds)}."
-        return [Page("Compiled", [told, *Table.first_rows(columns, rows), *self._rolled()])]
+        summary = f"{way} {self.reason} Compiling took {seconds_text(self.seconds)}."
+        return [Page("Compiled", [summary, *Table.first_rows(columns, rows), *self._rolled()])]
 
     def _rolled(self) -> list[Page]:
         loops = [[loop.text, loop.graph or "main graph", str(loop.turns), str(loop.ops)] for loop in self.loops]
@@ -393,8 +393,8 @@ class Report(OnPage, Record):
         if rows:
             rows.insert(0, ["in all", str(sum(w.runs for w in self.work if w.flops)), count_text(total), ""])
         table = Table.first_rows(["op", "in a run", "FLOP", "share"], rows)
-        told = [self.precision] if self.precision is not None else []
-        return [Page("Floating point operations", [*told, *table])] if table else []
+        summary = [self.precision] if self.precision is not None else []
+        return [Page("Floating point operations", [*summary, *table])] if table else []
 
     def _of_buffers(self) -> list[Page]:
         rows = [
@@ -419,13 +419,13 @@ class Report(OnPage, Record):
         if not self.runs:
             return []
         busy = seconds_text(self.run_seconds / self.runs)
-        told = (
+        summary = (
             f"Run {_times(self.runs)}. The host was busy with a run for {busy}, on average; devices work on their own "
             "meanwhile, and afterwards."
         )
         if self.timeline is None:
-            return [Page("Runs", [told, "`session.recording()` notes when what runs on which device."])]
-        return [Page("Runs", [told, self.timeline.page()])]
+            return [Page("Runs", [summary, "`session.recording()` notes when what runs on which device."])]
+        return [Page("Runs", [summary, self.timeline.page()])]
 
 
 _WAYS = {

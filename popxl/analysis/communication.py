@@ -131,7 +131,7 @@ class Communication(OnPage, Record):
 
     def page(self) -> Page:
         """What `print` and notebooks show."""
-        told = f"{self.replicas} replicas. Bytes are those of one: what goes in, or comes out, whichever is more."
+        summary = f"{self.replicas} replicas. Bytes are those of one: what goes in, or comes out, whichever is more."
         alike: dict[tuple[Any, ...], list[Collective | IpuCopy]] = defaultdict(list)
         for e in self.collectives:
             alike[e.kind, starred(e.tensor), e.bytes, e.groups, e.line, e.graph].append(e)
@@ -146,7 +146,7 @@ class Communication(OnPage, Record):
         columns = ["what", "tensor", "bytes", "groups", "turns", "line", "graph"]
         sums = [[kind, str(count), bytes_text(size)] for kind, (count, size) in self.totals.items()]
         parts = [Table(columns, rows), Table(["in a run", "count", "bytes"], sums)] if rows else ["Nothing is sent."]
-        return Page(f"Communication of {self.name}", [told, *parts])
+        return Page(f"Communication of {self.name}", [summary, *parts])
 
 
 def communication_of(ir: Ir, recorder: type[ExchangeRecorder] | None = None) -> Communication:

@@ -162,7 +162,7 @@ class Estimate(OnPage, Record):
     def page(self) -> Page:
         """What `print` and notebooks show."""
         fits = "" if self.fits else " The program does not fit: not all IPUs have enough memory."
-        told = (
+        summary = (
             f"An estimate for one replica on the {self.hardware}, from its published figures; nothing was measured. "
             "Each op takes as long as its operations, its bytes or its exchange need at best. Code, synchronisation "
             f"and imbalance between tiles are not counted.{fits}"
@@ -185,7 +185,7 @@ class Estimate(OnPage, Record):
         return Page(
             "Estimate for IPUs",
             [
-                told,
+                summary,
                 Table(["", "cycles", "time", "variables", "temporaries", "of its memory"], ipus),
                 *Table.first_rows(["op", "graph", "runs", "cycles", "bound by"], ops),
             ],

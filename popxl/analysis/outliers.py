@@ -98,10 +98,10 @@ def _accept_gradients_of_shared(report: Report, updates: Sequence[Update]) -> No
 def _outlying_updates(mesh: Mesh, updates: Sequence[Update]) -> Iterator[Finding]:
     """Updates whose values differ from most comparable ones by a factor of the replica count."""
     found = [each for some in _comparable_updates(updates) for each in _odd_updates(mesh, some)]
-    told = {each.op for each in found}
+    reported = {each.op for each in found}
     yield from found
     for some in _gradient_updates(updates):
-        yield from (each for each in _mixed_gradients(mesh, some) if each.op not in told)
+        yield from (each for each in _mixed_gradients(mesh, some) if each.op not in reported)
 
 
 def _odd_updates(mesh: Mesh, some: Sequence[Update]) -> Iterator[Finding]:

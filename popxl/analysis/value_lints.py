@@ -92,14 +92,14 @@ def _shared_noise(
     graph: Graph,
     drawn: dict[Tensor, Tensor],
     of_data: Set[int],
-    told: set[Tensor],
+    reported: set[Tensor],
     visited: set[tuple[Graph, frozenset[tuple[Tensor, Tensor]]]],
 ) -> Iterator[Finding]:
     """Uses of noise with data of each replica, in a graph and those that it calls.
 
     Args:
         drawn: noise, with its seed.
-        told: seeds of which something was found.
+        reported: seeds of which something was found.
         visited: called graphs with the noise that they were given: graphs may be called in many ways.
     """
     for op in graph.ops:
@@ -108,7 +108,7 @@ def _shared_noise(
             call = run.graph, frozenset(inner.items())
             if inner and run.graph.gradient_of is None and call not in visited:
                 visited.add(call)
-                yield from _shared_noise(mesh, report, run.graph, inner, of_data, told, visited)
+                yield from _shared_noise(mesh, report, run.graph, inner, of_data, reported, visited)
         noise = [t for t in op.inputs if t in drawn]
         if not noise or op.kind.contracts is not None or op.kind.graphs or op.kind.between_replicas:
             continue
@@ -117,8 +117,8 @@ def _shared_noise(
         own = [t for t in others if t.nelms == size > 1]
         alike = [i for i in of_data if report.types[seed][i][0] <= REPLICATED]
         tied = sorted(i for i in alike if any(_is_own_data(others[t][i]) for t in own))
-        if tied and seed not in told:
-            told.add(seed)
+        if tied and seed not in reported:
+            reported.add(seed)
             t = next(t for t in own if _is_own_data(others[t][tied[0]]))
             yield finding(
                 mesh, "same seed", op, seed, tied,

@@ -111,8 +111,8 @@ class CommunicationReport(OnPage, Record):
         title = f"Communication of {self.said.name}, as it was compiled"
         if not self.is_sent:
             where = "on one device" if self.copied is None else "on the same devices"
-            told = f"All replicas are {where}: they send each other nothing."
-            return Page(title, [told, *self._between_ipus(), self.said.page()])
+            summary = f"All replicas are {where}: they send each other nothing."
+            return Page(title, [summary, *self._between_ipus(), self.said.page()])
         columns = ["collective", "groups of", "said", "bytes", "compiled", "bytes", ""]
         rows = [
             [e.kind, str(e.group_size), str(e.said), bytes_text(e.said_bytes), str(e.compiled)]

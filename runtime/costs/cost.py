@@ -179,16 +179,16 @@ class Cost(OnPage, Record):
             for g in self.graphs
         ]
         columns = ["graph", "bound by", "estimate", "at least", "operations", "memory", "network", "host"]
-        told = [f"{seconds_text(self.seconds)} for a run of a {self.chip}. It is an estimate; nothing was measured."]
+        summary = [f"{seconds_text(self.seconds)} for a run of a {self.chip}. It is an estimate; nothing was measured."]
         if self.utilisation is not None and self.chip_hours is not None:
-            told[0] += (
+            summary[0] += (
                 f" Products attain {100 * self.utilisation:.1f} % of the published rate. A million runs take "
                 f"{1e6 * self.chip_hours:.3g} chip-hours."
             )
         step = [] if self.step is None else [self.step.page()]
         return [
             *parts,
-            Page("Time, estimated", [*told, *Table.first_rows(columns, rows)]),
+            Page("Time, estimated", [*summary, *Table.first_rows(columns, rows)]),
             *step,
             *self._by_precision(),
         ]
@@ -198,24 +198,24 @@ class Cost(OnPage, Record):
         if not self.ipus:
             return []
         copied = self.collectives.get(COPY, CollectiveCost(count=0, bytes=0))
-        told = f"A run copies {copied.count} tensors of {bytes_text(copied.bytes)} in all from one IPU to another."
+        summary = f"A run copies {copied.count} tensors of {bytes_text(copied.bytes)} in all from one IPU to another."
         if not self.seconds:
-            return [Page("Between IPUs", [told])]
+            return [Page("Between IPUs", [summary])]
         rows = [
             [str(each.ipu), seconds_text(each.seconds or 0), f"{100 * (1 - (each.seconds or 0) / self.seconds):.0f} %"]
             for each in self.ipus
         ]
-        return [Page("Between IPUs", [told, Table(["IPU", "computes, estimated", "waits"], rows)])]
+        return [Page("Between IPUs", [summary, Table(["IPU", "computes, estimated", "waits"], rows)])]
 
     def _by_precision(self) -> list[Page]:
         """Page about the cost of float32 product precision."""
         if not self.precisions:
             return []
         own, *faster = self.precisions.values()
-        told = f"Products of float32 are computed at the precision {next(iter(self.precisions))!r}."
+        summary = f"Products of float32 are computed at the precision {next(iter(self.precisions))!r}."
         if faster:
             less = seconds_text(own.seconds - faster[-1].seconds)
-            told += (
+            summary += (
                 f" By their passes, a run would take {less} less at 'default', which computes with fewer digits: "
                 "`ir.options.precision`. It is an estimate."
             )
@@ -229,4 +229,4 @@ class Cost(OnPage, Record):
             for level, each in self.precisions.items()
         ]
         columns = ["at most", "products", *([] if own.cycles is None else ["in cycles"]), "a run"]
-        return [Page("Precision of float32, estimated", [told, Table(columns, rows)])]
+        return [Page("Precision of float32, estimated", [summary, Table(columns, rows)])]

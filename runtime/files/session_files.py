@@ -88,9 +88,9 @@ def load_session(
         ir = Ir()
         reading.restore(ir, parts[_IR], parts.__getitem__, _IR, traces=False)
     except (OSError, KeyError, ValueError) as problem:
-        told = f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
+        problem_text = f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
         raise UnreadableFileError(
-            f"Session.load: {os.fspath(path)!r} holds no session that can be read: {told}"
+            f"Session.load: {os.fspath(path)!r} holds no session that can be read: {problem_text}"
         ) from problem
     device = find_device(about.device if device_desc is None else device_desc, ir)
     if device.target is not None:

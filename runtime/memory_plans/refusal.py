@@ -26,11 +26,11 @@ def refusal(tried: Sequence[Compiled], graphs: Sequence[GraphNeeds], budget: int
     step = StepMemory(least.ir, memory, least.applied.model, graphs)
     parts = ("variables", "buffers", "arguments", "outputs", "constants", "code", "temporaries")
     held = sorted(((getattr(memory, part) or 0, part) for part in parts), reverse=True)
-    told = ", ".join(f"{part} {bytes_text(size)}" for size, part in held if size)
+    by_part = ", ".join(f"{part} {bytes_text(size)}" for size, part in held if size)
     micro_batches = "" if len(tried[0].divisions) > 1 else f"{_by_micro_batches(step, budget)} "
     return (
         f"memory: no plan was found within {bytes_text(budget)} of a device; the least that was compiled"
-        f"{f', with {besides},' if besides else ''} needs {bytes_text(memory.device)}: {told}. {_at_most(least.ir)} "
+        f"{f', with {besides},' if besides else ''} needs {bytes_text(memory.device)}: {by_part}. {_at_most(least.ir)} "
         f"State a budget of that or more. {micro_batches}{_by_state(step, memory, budget)}"
     )
 

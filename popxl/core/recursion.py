@@ -15,7 +15,7 @@ from popxl.core.aliasing import callees_first
 from popxl.core.recording import Op
 from popxl.graph import Graph
 
-FRAMES = 8
+_FRAMES = 8
 """Python frames of a function that recurses into a called graph, at most."""
 
 _lock = Lock()
@@ -40,10 +40,11 @@ def nesting(graph: Graph, counts: Callable[[Op], bool] = lambda op: True) -> int
 
 
 @contextmanager
-def raised_recursion_limit(frames: int) -> Iterator[None]:
-    """Add `frames` to Python's recursion limit while the block runs. As all threads have one limit, it is lowered by
-    the same number afterwards."""
+def raised_recursion_limit(depth: int, frames_a_level: int = _FRAMES) -> Iterator[None]:
+    """Let functions recurse so deep while the block runs. As all threads have one limit, it is lowered by the same
+    number of frames afterwards."""
     global _limit
+    frames = depth * frames_a_level
     if frames < 100:  # which the limit leaves
         yield
         return

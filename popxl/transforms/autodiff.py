@@ -19,7 +19,7 @@ from popxl.core.aliasing import callees_first, has_effect, reachable
 from popxl.core.create import constant
 from popxl.core.derivative import Derivative
 from popxl.core.recording import Op
-from popxl.core.recursion import FRAMES, nesting, raised_recursion_limit
+from popxl.core.recursion import nesting, raised_recursion_limit
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
 from popxl.errors import PopxlError, UnusedGradientWarning
@@ -97,7 +97,7 @@ def autodiff(
         provided = list(graph.outputs if grads_provided is None else grads_provided)
         _check_tensors(graph, provided, required)
         _refuse_modifying_ops(graph, infos)
-        with graph.ir.undone_on_failure(), raised_recursion_limit(FRAMES * nesting(graph)):
+        with graph.ir.undone_on_failure(), raised_recursion_limit(nesting(graph)):
             _bring_calls_up_to_date(graph)
             needed = _needed_by_callers(graph, provided, infos)
             _Differentiation(graph, provided, required, infos, needed, called_graphs_transform).run()
@@ -409,7 +409,7 @@ class _Differentiation:
 def leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
     """Tensors with differentiable paths to provided tensors, also through called graphs: all candidates for required
     gradients."""
-    with raised_recursion_limit(FRAMES * nesting(graph)):
+    with raised_recursion_limit(nesting(graph)):
         return _leading_through_calls(graph, frozenset(provided), {})
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from popxl.core.recursion import FRAMES, raised_recursion_limit
+from popxl.core.recursion import raised_recursion_limit
 from popxl.core.tensor import Tensor
 from popxl.values.spec import size_in_bytes
 from runtime.lowering.channels import Channel
@@ -57,7 +57,7 @@ def timing_of(
     """
     clock = _Clock(plan, seconds, copying, channels, replicas)
     values: dict[Key, _Arrival] = {}
-    with raised_recursion_limit(FRAMES * plan.steps.nesting):
+    with raised_recursion_limit(plan.steps.nesting):
         clock.simulate(plan.steps, values)
     for v, start, end in plan.changed:
         if start != end:

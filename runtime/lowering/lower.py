@@ -258,7 +258,8 @@ def recursing_into(main: Graph) -> AbstractContextManager[None]:
     Loops in loops get no more than there is, enough for some forty, because XLA does not survive a hundred; branches
     may be a hundred and fifty deep.
     """
-    return raised_recursion_limit(_CALL * nesting(main, is_call) + _BRANCH * min(nesting(main, chooses), 150))
+    frames = _CALL * nesting(main, is_call) + _BRANCH * min(nesting(main, chooses), 150)
+    return raised_recursion_limit(frames, frames_a_level=1)
 
 
 _CALL, _BRANCH = 6, 10

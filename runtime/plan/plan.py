@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from popxl.core.recursion import FRAMES, raised_recursion_limit
+from popxl.core.recursion import raised_recursion_limit
 from popxl.core.tensor import Tensor
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
@@ -152,7 +152,7 @@ class Plan:
             channels[ipu] = Channels(self._initial_channels(ipu, given, run))
         for (buffer, ipu), slots in zip(self._buffers.items(), changing[count:], strict=True):
             channels[ipu].set_slots(buffer, slots)
-        with raised_recursion_limit(FRAMES * self.steps.nesting):
+        with raised_recursion_limit(self.steps.nesting):
             self.steps.run(values, run)
         fetches, failures = self._fetched(run)
         changed = [values[v] if start == end else run.copy_to_ipu(values[v], start) for v, start, end in self.changed]
@@ -219,7 +219,7 @@ class Plan:
         """Memory curve: segments in order, each with bytes in use on its device besides variables and feeds, split into
         earlier values and its own results and temporaries. Also returns values live between segments."""
         copies = next(iter(self._options_at.values())).replicas.per_device
-        with raised_recursion_limit(FRAMES * self.steps.nesting):
+        with raised_recursion_limit(self.steps.nesting):
             return self.steps.curve(copies)
 
     def temporaries(self) -> int:

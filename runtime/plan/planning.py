@@ -8,7 +8,7 @@ from typing import Any
 
 from popxl.core.aliasing import storages
 from popxl.core.recording import Op
-from popxl.core.recursion import FRAMES, nesting, raised_recursion_limit
+from popxl.core.recursion import nesting, raised_recursion_limit
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses
 from popxl.graph import Graph
@@ -23,7 +23,7 @@ def plan_of(
     main: Graph, segmentation: SegmentationPolicy, owned: Iterable[Tensor], live_out: Iterable[Tensor]
 ) -> HostSteps:
     """Plan a main graph, with the graphs that the host executes. Arguments as for `PlanBuilder`."""
-    with raised_recursion_limit(FRAMES * nesting(main)):
+    with raised_recursion_limit(nesting(main)):
         return PlanBuilder(main.ops, segmentation, owned, live_out).build()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from popxl.base.arrays import Array
 from popxl.core.aliasing import lowered_ops
-from popxl.core.recursion import FRAMES, nesting, raised_recursion_limit
+from popxl.core.recursion import nesting, raised_recursion_limit
 from popxl.errors import ApplicationRuntimeError
 from runtime.jax_private import prepared
 from runtime.lowering.channels import FAILURE, TRANSFERS, Channel, Channels
@@ -269,7 +269,7 @@ class Runner:
             values, channels = begin_run(layout, *of_one)
             begun.append(channels)
             works.append(lowering.run_ops(layout.main.ops, values, Context(channels)))
-        with raised_recursion_limit(FRAMES * nesting(layout.main)):
+        with raised_recursion_limit(nesting(layout.main)):
             environments = run_replicas(works, lowerings, devices)
         runs = [end_run(layout, *each) for each in zip(environments, begun, strict=True)]
         changed = tuple(map(stack_replicas, zip(*(changed for changed, _ in runs), strict=True), changing))

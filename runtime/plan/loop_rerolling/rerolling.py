@@ -9,7 +9,7 @@ from typing import NamedTuple
 from popxl.analysis.flops import own_flops
 from popxl.core.aliasing import callees_first, changed_inputs, reachable, shares_by_reference
 from popxl.core.recording import Op
-from popxl.core.recursion import FRAMES, nesting, raised_recursion_limit
+from popxl.core.recursion import nesting, raised_recursion_limit
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import Run, chooses, is_call
 from popxl.graph import Graph
@@ -75,7 +75,7 @@ class Rerolling(ProgramOrder):
                 self._write_out(loop, "it computes no products, and would be more kernels in a loop")
         while True:
             walk = _PackingAnalysis(self._schedules, signatures, main, held)
-            with raised_recursion_limit(FRAMES * nesting(main)):
+            with raised_recursion_limit(nesting(main)):
                 walk.visit_graph(main, {t: t for t in held})
             if not walk.refused:
                 break

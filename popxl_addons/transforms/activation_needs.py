@@ -36,17 +36,17 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph, held: int = 
     places = [i for i, (op, _) in enumerate(calls) if info.forward_graph in op.called_graphs]
     counts = [calls[i][1] for i in places] or [1]
     return GraphNeeds(
-        name,
-        sum(counts),
-        {each.path: each.nbytes for each in known.values()},
-        read,
-        tuple(_op_needs(info.forward_graph, paths, _factors(info))),
-        tuple(_steps(info.graph)),
-        _lasting(info, model),
-        tuple(accumulate(counts[:-1])),
-        (min(places, default=0), max(places, default=0)),
-        held,
-        as_read,
+        name=name,
+        calls=sum(counts),
+        bytes={each.path: each.nbytes for each in known.values()},
+        read=read,
+        ops=tuple(_op_needs(info.forward_graph, paths, _factors(info))),
+        steps=tuple(_steps(info.graph)),
+        gradients=_gradient_bytes(info, model),
+        ends=tuple(accumulate(counts[:-1])),
+        span=(min(places, default=0), max(places, default=0)),
+        held=held,
+        as_read=as_read,
     )
 
 
@@ -141,7 +141,7 @@ def _steps(graph: popxl.Graph) -> Iterator[int]:
         yield sum(size for (first, last), size in made if first <= number <= last)
 
 
-def _lasting(info: GradGraphInfo, model: popxl.Graph) -> int:
+def _gradient_bytes(info: GradGraphInfo, model: popxl.Graph) -> int:
     """Bytes of the gradients that a call returns for inputs of the model: its variables, usually."""
     of_inputs = {*info.outputs}
     for op, _ in calls_in(model):

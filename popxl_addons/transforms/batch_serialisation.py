@@ -123,13 +123,11 @@ def batch_serialise(
     """
     check_type(graph, GraphWithNamedArgs, "batch_serialise: `graph`", "a GraphWithNamedArgs")
     _check_settings(graph.graph.ir, steps, rows, io_mode)
-    if io_mode == "io_overlapped" and steps > 1:
-        return batch_serialise_overlapped(graph, steps, load_handles, store_streams, store_buffers, seed_input, rows)
-    if io_mode == "io_overlapped":
+    if io_mode == "io_overlapped" and steps == 1:
         _logger.warning("`%s` has one step, and nothing to overlap: the io_mode is 'io'.", graph.graph.name)
-    return batch_serialise_non_overlapped(
-        graph, steps, load_handles, store_streams, store_buffers, seed_input, rows, use_io_tiles=io_mode != "compute"
-    )
+        io_mode = "io"
+    handles = load_handles, store_streams, store_buffers
+    return _serialised(graph, steps, *handles, seed_input, rows, io_mode)
 
 
 def batch_serialise_non_overlapped(
@@ -144,7 +142,7 @@ def batch_serialise_non_overlapped(
 ) -> BatchSerialResult:
     """`batch_serialise` in the mode ``"io"`` or, without `use_io_tiles`, ``"compute"``."""
     handles = load_handles, store_streams, store_buffers
-    return _serialised(graph, steps, *handles, seed_input, rows, use_io_tiles, overlapped=False)
+    return _serialised(graph, steps, *handles, seed_input, rows, "io" if use_io_tiles else "compute")
 
 
 def batch_serialise_overlapped(
@@ -158,7 +156,7 @@ def batch_serialise_overlapped(
 ) -> BatchSerialResult:
     """`batch_serialise` in the mode ``"io_overlapped"``."""
     handles = load_handles, store_streams, store_buffers
-    return _serialised(graph, steps, *handles, seed_input, rows, use_io_tiles=True, overlapped=True)
+    return _serialised(graph, steps, *handles, seed_input, rows, "io_overlapped")
 
 
 def batch_serialise_fwd_and_grad(
@@ -274,8 +272,7 @@ def _serialised(
     store_buffers: StoreBuffers,
     seed_input: Tensor | None,
     rows: int,
-    use_io_tiles: bool,
-    overlapped: bool,
+    io_mode: IOMode,
 ) -> BatchSerialResult:
     """Convert a checked graph, with inputs and outputs, to a loop."""
     _check_dictionaries("batch_serialise", load_handles, store_streams, store_buffers)
@@ -284,9 +281,9 @@ def _serialised(
     _check_tensors(graph, loads, store_streams, stores, seed_input)
     remote_loads = {t: source for t, source in loads.items() if isinstance(source, RemoteHandle)}
     new_values = {t: handle for t, handle in stores.items() if t not in remote_loads}
-    loop = SerialLoop(graph.graph, steps, loads, store_streams, new_values, seed_input, use_io_tiles)
+    loop = SerialLoop(graph.graph, steps, loads, store_streams, new_values, seed_input, io_mode != "compute")
     with graph.graph.ir.undone_on_failure():
-        loop_graph, inputs = loop.build(overlapped)
+        loop_graph, inputs = loop.build(overlapped=io_mode == "io_overlapped")
     for handle in (*remote_loads.values(), *new_values.values()):
         handle.buffer.entries = max(handle.buffer.entries, handle.entries(steps, rows))
     load_handles.update(loads)

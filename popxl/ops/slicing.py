@@ -47,14 +47,25 @@ _slice = OpKind(
     result="slice_out",
     gradient={"t": lambda g, t_spec, attributes: _slice_grad(g, shape=t_spec.shape, **attributes)},
 )
-_slice_ = _slice.as_view("SliceInplace", lambda t, view, **where: (t.at[_slices(t.ndim, **where)].set(view),))
+_slice_ = _slice.as_view("SliceInplace", lambda t, view, **where: (_put(t, view, where),))
+
+
+def _as_block(view: Any, shape: tuple[int, ...], where: dict[str, Any]) -> tuple[Any, list[int]]:
+    """A slice in the order of the tensor of this shape, and its first position there."""
+    places = [range(size)[cut] for size, cut in zip(shape, _slices(len(shape), **where), strict=True)]
+    forwards = lax.rev(view, [d for d, place in enumerate(places) if place.step < 0])
+    return forwards, [min(place, default=size) for size, place in zip(shape, places, strict=True)]
+
+
+def _put(t: Any, view: Any, where: dict[str, Any]) -> Any:
+    """`t` with `view` at the sliced position. Not by `t.at`, a scatter: of a whole tensor that is reversed afterwards,
+    it ends the process (jax 0.10)."""
+    return lax.dynamic_update_slice(t, *_as_block(view, t.shape, where))
 
 
 def _uncut(g: Any, *, shape: tuple[int, ...], **where: Any) -> Any:
     """Zeros with `g` at the sliced position."""
-    places = [range(size)[cut] for size, cut in zip(shape, _slices(len(shape), **where), strict=True)]
-    forwards = lax.rev(g, [d for d, place in enumerate(places) if place.step < 0])
-    begins = [min(place, default=size) for size, place in zip(shape, places, strict=True)]
+    forwards, begins = _as_block(g, shape, where)
     padding = [(b, size - b - n, 0) for b, size, n in zip(begins, shape, g.shape, strict=True)]
     return lax.pad(forwards, jnp.zeros((), g.dtype), padding)
 
@@ -137,13 +148,19 @@ _subsample = OpKind(
     result="subsample_out",
     gradient={"t": lambda g, t_spec, strides: _subsample_grad(g, shape=t_spec.shape, strides=strides)},
 )
+
+
+def _spread(g: Any, *, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """Zeros with `g` at the sampled positions."""
+    if g.shape == shape:  # all positions; as a scatter, see `_put`
+        return g
+    sampled = tuple(builtins.slice(None, None, stride) for stride in strides)
+    return full_after(shape, 0, g.dtype, after=g).at[sampled].set(g)
+
+
 _subsample_grad: OpKind = OpKind(
     "SubsampleGrad",
-    lambda g, *, shape, strides: (
-        full_after(shape, 0, g.dtype, after=g)
-        .at[tuple(builtins.slice(None, None, stride) for stride in strides)]
-        .set(g)
-    ),
+    _spread,
     shape=of_shape,
 )
 

@@ -100,6 +100,27 @@ def test_a_view_of_a_concatenation_reaches_across_its_parts() -> None:
     assert middle.tolist() == [11, 12, 13, 15]
 
 
+def test_a_view_of_the_whole_is_overwritten_before_a_reversal() -> None:
+    """As a scatter without indices, the update would end the process in XLA."""
+
+    def build(t: Any) -> Any:
+        ops.var_updates.accumulator_zero_(ops.slice_(t, 0, 2))
+        ops.var_updates.copy_var_update_(t, ops.slice_(t, step=-1))
+        return t
+
+    np.testing.assert_array_equal(evaluate(build, X)[0], np.zeros_like(X))
+
+
+def test_the_gradient_of_all_samples_between_two_reversals() -> None:
+    """As above."""
+
+    def build(t: Any) -> Any:
+        graph = popxl.gcg().ir.create_graph(lambda t: ops.subsample(t[::-1], [1, 1])[::-1], t)
+        return ops.call(popxl.transforms.autodiff(graph).graph, t)
+
+    np.testing.assert_array_equal(evaluate(build, X)[0], X)
+
+
 def test_copies_are_not_views() -> None:
     """The forms without underscore keep what they have read."""
 

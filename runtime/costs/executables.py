@@ -43,7 +43,7 @@ def texts(program: CompiledProgram) -> dict[str, str]:
             found[_unused(f"{name} of IPU {place}" if len(program.layout.ipus) > 1 else name, found)] = (
                 executable.as_text()
             )
-    first = {piece.structure: piece.name for piece in reversed(program.executable.segments)}
+    first = {segment.structure: segment.name for segment in reversed(program.executable.segments)}
     for structure in program.executable.structures:
         found[_unused(first[structure], found)] = structure.executable.as_text()
     return found

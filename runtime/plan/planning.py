@@ -183,9 +183,11 @@ class PlanBuilder:
         The group returns all results of its segments, needed or not, so that programs share it: values between segments
         live until its end.
         """
-        forms = [(step.op_structure, step.ipu) if isinstance(step, Segment) else id(step) for step in self._built.steps]
+        structures = [
+            (step.op_structure, step.ipu) if isinstance(step, Segment) else id(step) for step in self._built.steps
+        ]
         sizes = [step.size if isinstance(step, Segment) else 0 for step in self._built.steps]
-        for first, count in spans(forms, sizes, [step.ipu for step in self._built.steps]):
+        for first, count in spans(structures, sizes, [step.ipu for step in self._built.steps]):
             yield self._merge(self._built.steps[first : first + count]) if count > 1 else self._built.steps[first]
 
     def _merge(self, segments: Sequence[Any]) -> Segment:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 
 TOGETHER = (4, 5, 3, 6, 7, 8)
-"""Steps that are alike and follow each other are one piece, so many at a time: the first of these numbers that leaves
-the fewest over, which are pieces of their own. The more, the less often XLA has to wait for the end of one before it
+"""Equal steps that follow each other are one segment, so many at a time: the first of these numbers that leaves the
+fewest over, which are segments of their own. The more, the less often XLA has to wait for the end of one before it
 begins the next; the fewer, the less there is to compile."""
 
 FEWEST, LONGEST = 4, 100
@@ -21,21 +21,21 @@ SMALL = 300
 """This many ops are compiled quickly, whatever they repeat."""
 
 
-def spans(forms: Sequence[Hashable], sizes: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int]]:
+def spans(structures: Sequence[Hashable], sizes: Sequence[int], ipus: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Group steps where beneficial: yields index of first step and step count per segment.
 
     Args:
-        forms: structure of each step; equal ones are compiled once.
+        structures: structure of each step; equal ones are compiled once.
         sizes: number of ops of each for XLA.
-        places: place of each; a segment has one place.
+        ipus: IPU of each; a segment is on one IPU.
 
     Example:
         >>> list(spans("xabababab", [9] * 9, [0] * 9))
         [(0, 1), (1, 2), (3, 2), (5, 2), (7, 2)]
     """
     first = 0
-    while first < len(forms):
-        period, times = _repeat(forms, sizes, places, first)
+    while first < len(structures):
+        period, times = _repeat(structures, sizes, ipus, first)
         size = period if period > 1 else min(TOGETHER, key=lambda size: times % size)
         grouped = first + (period * times // size * size if times > 1 else 0)
         end = first + period * times
@@ -44,21 +44,21 @@ def spans(forms: Sequence[Hashable], sizes: Sequence[int], places: Sequence[int]
         first = end
 
 
-def _repeat(forms: Sequence[Hashable], sizes: Sequence[int], places: Sequence[int], first: int) -> tuple[int, int]:
+def _repeat(structures: Sequence[Hashable], sizes: Sequence[int], ipus: Sequence[int], first: int) -> tuple[int, int]:
     """Period and repetition count of steps starting at `first`: maximal total steps, then shortest period. (1, 1)
     without a worthwhile repetition."""
     best = (1, 1)
-    for period in range(1, min(LONGEST, (len(forms) - first) // FEWEST) + 1):
+    for period in range(1, min(LONGEST, (len(structures) - first) // FEWEST) + 1):
         last = first + period
-        if places[last - 1] != places[first]:
+        if ipus[last - 1] != ipus[first]:
             break
-        if forms[last] != forms[first]:
+        if structures[last] != structures[first]:
             continue
-        distinct = dict(zip(forms[first:last], sizes[first:last], strict=True))
+        distinct = dict(zip(structures[first:last], sizes[first:last], strict=True))
         if sum(sizes[first:last]) > max(SMALL, TOGETHER[0] * sum(distinct.values())):
             continue
         end = first
-        while end + period < len(forms) and forms[end] == forms[end + period]:
+        while end + period < len(structures) and structures[end] == structures[end + period]:
             end += 1
         times = (end - first) // period + 1
         if times >= FEWEST and period * times >= max(2 * TOGETHER[0], best[0] * best[1] + 1):

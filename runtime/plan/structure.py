@@ -41,22 +41,22 @@ class Structure:
         self.text: Callable[[], str] = str
 
 
-_known: weakref.WeakValueDictionary[tuple[Any, ...], Structure] = weakref.WeakValueDictionary()
+_interned: weakref.WeakValueDictionary[tuple[Any, ...], Structure] = weakref.WeakValueDictionary()
 _lock = threading.RLock()  # the caches are shared by threads
 
 
 def structure_of(code: tuple[Any, ...]) -> Structure:
     """Interned structure of `code`. Weakly referenced: lives while referenced elsewhere."""
     with _lock:
-        found = _known.get(code)
+        found = _interned.get(code)
         if found is None:
-            found = _known[code] = Structure(code)
+            found = _interned[code] = Structure(code)
     return found
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Clear the structure cache, forcing subsequent compilations to start anew."""
-    _known.clear()
+    _interned.clear()
 
 
 class _ById:
@@ -165,22 +165,22 @@ class StructuralEncoder:
             numbers = tuple(self.numbers[base] for base in _view_bases(t))
             self.add(t, (view.kind, view.operands, self.attributes(view), numbers))
         elif isinstance(t, Constant) and t not in self._passed:
-            self.add(t, (t.spec, self._token(t.data)))
+            self.add(t, (t.spec, self._key(t.data)))
         else:
             self.roots.append(t)
             self.add(t, ("root", t.spec))
 
     def attributes(self, op: Op) -> tuple[Any, ...]:
-        return tuple((name, self._token(value)) for name, value in op.attributes.items())
+        return tuple((name, self._key(value)) for name, value in op.attributes.items())
 
-    def _token(self, value: Any) -> Any:
+    def _key(self, value: Any) -> Any:
         """Hashable key of a value, equal only for equal values of equal type: 1, 1.0 and True are distinct."""
         if isinstance(value, Graph):
             return self._structures.of(value)
         if isinstance(value, tuple | list):
-            return (type(value), *map(self._token, value))
+            return (type(value), *map(self._key, value))
         if isinstance(value, dict):
-            return (dict, *((self._token(k), self._token(v)) for k, v in value.items()))
+            return (dict, *((self._key(k), self._key(v)) for k, v in value.items()))
         if isinstance(value, np.ndarray) and value.nbytes <= _LARGE:
             return (value.dtype, value.shape, value.tobytes())
         if isinstance(value, RemoteBuffer):  # the executable depends on the number of slots, which may be set

@@ -27,7 +27,7 @@ from runtime.lowering.rerolled_loops import ProgramOrder
 from runtime.plan.host_steps import HostSteps
 from runtime.plan.plan import Plan
 from runtime.plan.segments import described_state
-from runtime.plan.structure import Structure, forget
+from runtime.plan.structure import Structure, clear_cache
 from runtime.program.laying_out import layout_for
 from runtime.program.layout import Layout
 from runtime.progress import Watch
@@ -105,7 +105,7 @@ def compile_program(ir: Ir, device: Device, precompiled: Precompiled | None = No
 
 def compile_uncached(program: CompiledProgram) -> CompiledProgram:
     """Recompile a program, bypassing executables from files and caches."""
-    forget()
+    clear_cache()
     layout = layout_for(program.layout.main.ir, program.device, program.layout.mode)
     return replace(_compiled(program.device, layout, compiling_afresh()), reason=program.reason)
 

@@ -228,7 +228,7 @@ class Ours:
                     ops.scaled_add_(w, g, b=-RATE)
 
     def compile(self) -> popxl.Session:
-        structure.forget()  # or what was compiled before would be found
+        structure.clear_cache()  # or what was compiled before would be found
         return popxl.Session(self.ir, "ipu_hw")
 
 

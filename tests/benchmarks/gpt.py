@@ -52,7 +52,7 @@ def ours(config: Config, variant: str) -> Compiled:
     (batch,) = batches(config, 1)
 
     def compile() -> popxl.Session:
-        structure.forget()  # or what was compiled before would be found
+        structure.clear_cache()  # or what was compiled before would be found
         return popxl.Session(session.ir, "ipu_hw")
 
     program = session.program

@@ -81,7 +81,7 @@ def ours(config: Any) -> tuple[Party, dict[str, np.ndarray]]:
     needed = memory.variables + memory.arguments + memory.outputs + memory.temporaries
 
     def compile() -> Callable[[], float]:
-        structure.forget()  # or what was compiled before would be found
+        structure.clear_cache()  # or what was compiled before would be found
         made = gpt.training(gpt.Config(**vars(config)))
         made.__enter__()
         return lambda: gpt.train(made, config, made.session_state.get("steps", 0) + 1)[0]

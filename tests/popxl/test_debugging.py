@@ -17,7 +17,7 @@ from popxl.errors import NonFiniteError, PopxlError
 from popxl.session import CompilationProgress, compilation_progress
 from popxl.transforms import autodiff
 from runtime import progress
-from runtime.plan.structure import forget
+from runtime.plan.structure import clear_cache
 from runtime.targets.devices import Device
 from tests.popxl.random_programs.maker import Maker
 from tests.popxl.shared_programs import PROGRAMS
@@ -494,7 +494,7 @@ def blocks(way: Any) -> popxl.Ir:
 
 @pytest.mark.parametrize("way", ["kept", "dispatched"])
 def test_progress_is_told(way: Any) -> None:
-    forget()  # what other tests have compiled
+    clear_cache()  # what other tests have compiled
     told: list[CompilationProgress] = []
     with compilation_progress(told.append):
         popxl.Session(blocks(way))

@@ -247,26 +247,26 @@ class EffectsPass:
         self.touches(op, written)
         if not loop.iterations:
             return [*zip(given[:carried], same[:carried], strict=True)] + [(0, 0)] * (len(op.outputs) - carried)
-        turn, copied = [PER_RUN] * own_inputs + given, [0] * own_inputs + same
+        bound, copied = [PER_RUN] * own_inputs + given, [0] * own_inputs + same
         while True:
-            before = (turn, copied)
-            turn, copied = [*turn], [*copied]
+            before = (bound, copied)
+            bound, copied = [*bound], [*copied]
             for k in range(carried):
                 # Each iteration may bind another one, so a seed is not constant: a whole training may be one run.
-                turn[own_inputs + k] |= bind_inputs(run.outputs[own_outputs + k], before[0]) | PER_RUN
+                bound[own_inputs + k] |= bind_inputs(run.outputs[own_outputs + k], before[0]) | PER_RUN
                 copied[own_inputs + k] |= bind_inputs(run.same[own_outputs + k], before[1])
             for i in written:
-                turn[i + own_inputs] |= bind_inputs(run.contents[i + own_inputs], before[0]) | PER_RUN
+                bound[i + own_inputs] |= bind_inputs(run.contents[i + own_inputs], before[0]) | PER_RUN
                 copied[i + own_inputs] |= bind_inputs(run.copied[i + own_inputs], before[1])
-            if (turn, copied) == before:
+            if (bound, copied) == before:
                 break
-        self.enter(op, run, -own_inputs, turn, copied)
+        self.enter(op, run, -own_inputs, bound, copied)
         for i in written:
             at = i + own_inputs
-            self.writes(op.inputs[i], turn[at], copied[at], run.writers[at] or op, forgets=True)
-        results = [*zip(turn, copied, strict=True)][own_inputs : own_inputs + carried]
+            self.writes(op.inputs[i], bound[at], copied[at], run.writers[at] or op, forgets=True)
+        results = [*zip(bound, copied, strict=True)][own_inputs : own_inputs + carried]
         stacked = zip(run.outputs[own_outputs + carried :], run.same[own_outputs + carried :], strict=True)
-        return results + [(bind_inputs(b, turn), bind_inputs(s, copied)) for b, s in stacked]
+        return results + [(bind_inputs(b, bound), bind_inputs(s, copied)) for b, s in stacked]
 
     def unread_changes(self) -> Iterator[tuple[UnreadChange, Op, Tensor]]:
         """Last changes of storages that nothing reads, stores or keeps.

@@ -371,15 +371,15 @@ class _GraphInference:
         own_in, own_out, carried = len(run.op_inputs), run.trait.own_outputs, run.carried
         if not run.iterations:
             return [*given[:carried], *[self.program.given] * (len(op.outputs) - carried)]
-        turn = self.bound_types(op, run.graph, given)
+        bound = self.bound_types(op, run.graph, given)
         while True:
-            before, stores = list(turn), self.program.stores
-            outcome = self.program.run(run.graph, turn)
+            before, stores = list(bound), self.program.stores
+            outcome = self.program.run(run.graph, bound)
             for k in range(carried):
-                turn[own_in + k] = join(turn[own_in + k], outcome.outputs[own_out + k])
+                bound[own_in + k] = join(bound[own_in + k], outcome.outputs[own_out + k])
             for i in op.modified:
-                turn[own_in + i] = join(turn[own_in + i], outcome.contents[own_in + i])
-            if turn == before and self.program.stores == stores:
+                bound[own_in + i] = join(bound[own_in + i], outcome.contents[own_in + i])
+            if bound == before and self.program.stores == stores:
                 break
         for i in op.modified:
             self.write(op.inputs[i], outcome.contents[own_in + i], outcome.changes[own_in + i])

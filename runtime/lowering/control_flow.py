@@ -241,8 +241,8 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, context: Context
 
     rows = loop.rows()
 
-    def iterate(state: Any, turn: tuple[Array, Sequence[Array]]) -> Any:
-        (before, positions), (i, cut) = state, turn
+    def iterate(state: Any, inputs: tuple[Array, Sequence[Array]]) -> Any:
+        (before, positions), (i, cut) = state, inputs
         inside = loop_channels.in_iteration(positions)
         iteration = loop.begin_iteration(before, i)
         body = context.in_loop_body(inside, cut=dict(zip(rows, cut, strict=True)))
@@ -251,8 +251,8 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, context: Context
         return (after, inside.carried(streams)), further
 
     (run,) = op.runs
-    start, turns = (loop.start, loop_channels.start), jnp.arange(run.iterations, dtype=jnp.int32)
+    start, numbers = (loop.start, loop_channels.start), jnp.arange(run.iterations, dtype=jnp.int32)
     is_backwards = run.numbers.step < 0
-    (state, positions), stacked = lax.scan(iterate, start, (turns, [*rows.values()]), reverse=is_backwards)
+    (state, positions), stacked = lax.scan(iterate, start, (numbers, [*rows.values()]), reverse=is_backwards)
     context.channels.resume(loop_channels, positions, (state, stacked))
     loop.finish(state, stacked, environment)

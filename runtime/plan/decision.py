@@ -20,7 +20,7 @@ from runtime.targets.compile_target import CompileTarget
 
 ROLLED = 500
 """Loops are thought of where calls are not kept if XLA would otherwise compile this many ops again: what is less it
-compiles in seconds, and turns have kernels that only cut rows out of arrays and put them back."""
+compiles in seconds, and iterations have kernels that only cut rows out of arrays and put them back."""
 
 SECONDS_AN_OP = {"tpu": 0.1, "gpu": 0.03}
 """How long XLA takes for an op at most, about, as training steps of language models were compiled on two cores. It is a

@@ -120,8 +120,8 @@ class _Sequence:
         """Candidate loops within a range, best first, with start and end."""
         for span in spans(self._signatures, self._sizes, first, end)[:TRIED]:
             problem = None
-            for start, turns in self._alignments(span):
-                last = start + turns * span.period
+            for start, count in self._alignments(span):
+                last = start + count * span.period
                 by_iteration = [tuple(self._ops[i : i + span.period]) for i in range(start, last, span.period)]
                 try:
                     yield start, last, reroll(by_iteration, self._roots, self._used_after(last))

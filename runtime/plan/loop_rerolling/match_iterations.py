@@ -17,18 +17,18 @@ class NotRerollable(Exception):
     """The reason why iterations of equal signatures form no loop, as a clause."""
 
 
-def reroll(turns: Sequence[tuple[Op, ...]], roots: Roots, read_later: Container[Tensor]) -> RerolledLoop:
+def reroll(iterations: Sequence[tuple[Op, ...]], roots: Roots, read_later: Container[Tensor]) -> RerolledLoop:
     """Build a loop from iterations.
 
     Args:
-        turns: ops of each iteration; all iterations have the same signatures.
+        iterations: ops of each iteration; all iterations have the same signatures.
         roots: function that returns the storages of a tensor.
         read_later: storages that are read, or overwritten, after these ops.
 
     Raises:
         NotRerollable: if they cannot be the iterations of a loop.
     """
-    return _Alignment(turns, roots).loop(read_later)
+    return _Alignment(iterations, roots).loop(read_later)
 
 
 class _Alignment:
@@ -100,9 +100,9 @@ class _Alignment:
                     yield LoopOutput(name, by_iteration, is_last_only=True)
 
 
-def _storages(turn: Sequence[Op], roots: Roots) -> Iterator[Tensor]:
+def _storages(iteration: Sequence[Op], roots: Roots) -> Iterator[Tensor]:
     """Storages read or created by an iteration, in order, with duplicates."""
-    for op in turn:
+    for op in iteration:
         for t in op.inputs:
             yield from roots(t)
         yield from (t for t in op.outputs if t.origin is t)

@@ -8,10 +8,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 FEWEST = 3
-"""Turns that a loop has at least."""
+"""Iterations that a loop has at least."""
 
 OFTEN = 16
-"""How often a form that is looked for may come in a turn."""
+"""How often a signature that spans are sought for may occur in an iteration."""
 
 
 class PeriodicRange(NamedTuple):

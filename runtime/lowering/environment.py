@@ -5,7 +5,7 @@ so in-place ops and views need no special handling. No other file depends on arr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,9 +152,11 @@ class Environment:
 
     def write(self, t: Tensor, value: Array) -> None:
         """Write a tensor: its storage, or the viewed part of a storage."""
-        changes = [(t, value)]
+        changes: list[tuple[Tensor, Array, Array | None]] = [(t, value, None)]
         while changes:
-            t, value = changes.pop()
+            t, value, is_written = changes.pop()
+            if is_written is not None:
+                value = jnp.where(is_written, value, self.value_of(t))
             storage, views = self._resolve_views(t)
             bases = [self._storage(storage)] if views else []
             for view in views[:-1]:
@@ -171,8 +173,27 @@ class Environment:
                 else:
                     self.values[storage] = value
             else:
-                parts = joined.put([self.value_of(base) for base in joined.inputs], value)
-                changes += reversed(list(zip(joined.inputs, parts, strict=True)))
+                current = [self.value_of(base) for base in joined.inputs]
+                parts = joined.put(current, value)
+                written: Sequence[Array | None] = [None] * len(parts)
+                if (views or is_written is not None) and self._may_overlap(joined.inputs):
+                    written = self._written_parts(joined, views, bases, t, is_written)
+                changes += reversed(list(zip(joined.inputs, parts, written, strict=True)))
+
+    def _may_overlap(self, ts: Iterable[Tensor]) -> bool:
+        """Whether some of these tensors share storage."""
+        storages = [storage for t in ts for storage in self._storages(t)]
+        return len(set(storages)) < len(storages)
+
+    def _written_parts(
+        self, joined: Op, views: Sequence[Op], bases: Sequence[Array], t: Tensor, is_written: Array | None
+    ) -> Sequence[Array]:
+        """Masks of the elements that a write to a view changes, for each tensor joined: another of them may hold the
+        new value of an unchanged element."""
+        mask = jnp.ones(t.shape, bool) if is_written is None else is_written
+        for view, base in zip(reversed(views), reversed(bases), strict=True):
+            (mask,) = view.put([jnp.zeros(base.shape, bool)], mask)
+        return joined.put([jnp.zeros(base.shape, bool) for base in joined.inputs], mask)
 
     def _storage(self, t: Tensor) -> Array:
         """Value of a storage, or of a view across several tensors."""

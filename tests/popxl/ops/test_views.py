@@ -100,6 +100,27 @@ def test_a_view_of_a_concatenation_reaches_across_its_parts() -> None:
     assert middle.tolist() == [11, 12, 13, 15]
 
 
+@pytest.mark.parametrize(
+    ("joined", "begin", "a_after", "b_after", "seen"),
+    [
+        (lambda a, b: ops.concat_([a, a]), 0, [10, 11, 2], [3, 4], [10, 11, 2, 10, 11, 2]),
+        (lambda a, b: ops.concat_([a, a]), 2, [10, 1, 12], [3, 4], [10, 1, 12, 10, 1, 12]),
+        (lambda a, b: ops.concat_([a, ops.slice_(a, 1)]), 1, [0, 11, 12], [3, 4], [0, 11, 12, 11, 12]),
+        (lambda a, b: ops.concat_([ops.concat_([b, a]), b]), 1, [10, 1, 2], [3, 14], [3, 14, 10, 1, 2, 3, 14]),
+    ],
+)
+def test_a_write_to_a_part_of_what_holds_a_tensor_twice(joined, begin, a_after, b_after, seen) -> None:
+    """The other region that shares storage does not bring its old numbers back."""
+
+    def build(a: Any, b: Any) -> list[Any]:
+        twice = joined(a, b)
+        ops.add_(ops.slice_(twice, begin, begin + 2), popxl.constant(10.0))
+        return [a, b, twice]
+
+    results = evaluate(build, np.float32([0, 1, 2]), np.float32([3, 4]))
+    assert [result.tolist() for result in results] == [a_after, b_after, seen]
+
+
 def test_a_view_of_the_whole_is_overwritten_before_a_reversal() -> None:
     """As a scatter without indices, the update would end the process in XLA."""
 

@@ -101,7 +101,7 @@ def read_checkpoint(folder: Path) -> Any:
 
 
 def cached(folder: Path) -> Any:
-    structure.forget()
+    structure.clear_cache()
     ir = program()
     ir.options.enableEngineCaching, ir.options.cachePath = True, str(folder / "cache")
     return results(popxl.Session(ir, "ipu_hw"))

@@ -79,7 +79,7 @@ def session(capfd):
     """
 
     def session(program, device="ipu_hw"):
-        structure.forget()
+        structure.clear_cache()
         _events.clear()
         capfd.readouterr()
         assert program.outputs(device)[1:] == [2, 3]
@@ -146,7 +146,7 @@ def test_remote_buffers(calls, folder):
 
     found = []
     for _ in range(2):
-        structure.forget()
+        structure.clear_cache()
         _events.clear()
         ir = remote_program(calls, 2)
         with popxl.Session(ir, "ipu_hw") as session:
@@ -181,7 +181,7 @@ OTHERS = {
 def test_another_program_has_another_file(other, session, folder):
     session(Program())
     program = other()
-    structure.forget()
+    structure.clear_cache()
     popxl.Session(program.ir, "ipu_hw")
     assert len(files(folder)) == 2
 

@@ -657,7 +657,7 @@ def test_saved_sessions(replicas: int, tmp_path: Any) -> None:
     ir, numbers, results = added_in_stages(3, 6, replicas)
     session = session_of(ir, "several")
     session.save(tmp_path / "session")
-    structure.forget()
+    structure.clear_cache()
     loaded = popxl.Session.load(tmp_path / "session")
     assert is_placed(loaded)
     for each in (session, loaded):
@@ -673,7 +673,7 @@ def test_cache(tmp_path: Any) -> None:
     for _ in range(2):
         ir, numbers, results = added_in_stages(2, 4)
         ir.options.enableEngineCaching, ir.options.cachePath = True, str(tmp_path)
-        structure.forget()
+        structure.clear_cache()
         with session_of(ir, "several", "ipu_hw") as session:
             data = np.arange(12, dtype=np.float32).reshape(4, 3)
             np.testing.assert_array_equal(session.run({numbers: data})[results], data + 2)

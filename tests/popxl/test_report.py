@@ -202,7 +202,7 @@ def test_report_of_one_program() -> None:
 
 
 def test_report_of_a_plan() -> None:
-    structure.forget()
+    structure.clear_cache()
     ir, _ = network(9, "dispatched")
     session = popxl.Session(ir)
     report = session.report
@@ -222,7 +222,7 @@ def test_report_of_a_plan() -> None:
 
 @pytest.mark.here
 def test_report_is_a_page(golden: Any) -> None:
-    structure.forget()
+    structure.clear_cache()
     ir, _ = network(9, "dispatched")
     report = popxl.Session(ir).report
     pieces = tuple(p.model_copy(update={"seconds": 0.012, "text": 1234, "temporaries": 96}) for p in report.pieces)

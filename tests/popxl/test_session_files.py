@@ -100,7 +100,7 @@ def test_what_is_loaded_runs_as_what_was_saved(kind, path):
     session.save(path)
     expected = runs(session)
     assert worked()
-    structure.forget()
+    structure.clear_cache()
     loaded = popxl.Session.load(path)
     assert str(loaded.ir) == str(session.ir)
     assert loaded.program.layout.mode == session.program.layout.mode
@@ -146,7 +146,7 @@ def test_remote_buffers(calls, replicas, path):
     session = popxl.Session(remote_program(calls, replicas), "ipu_hw")
     session.save(path)
     expected = after_two_runs(session)
-    structure.forget()
+    structure.clear_cache()
     loaded = popxl.Session.load(path)
     worked()
     assert after_two_runs(loaded) == expected
@@ -194,7 +194,7 @@ def test_what_came_from_a_cache_can_be_saved(calls, path, tmp_path):
     """XLA cannot write what it has loaded."""
 
     def session():
-        structure.forget()
+        structure.clear_cache()
         ir = program(calls)
         ir.options.enableEngineCaching, ir.options.cachePath = True, str(tmp_path / "cache")
         return popxl.Session(ir, "ipu_hw")
@@ -208,7 +208,7 @@ def test_what_came_from_a_cache_can_be_saved(calls, path, tmp_path):
     expected = runs(popxl.Session(program(calls), "ipu_hw"))
     for found in (cached, sharing):
         found.save(path)
-        structure.forget()
+        structure.clear_cache()
         for one, other in zip(runs(popxl.Session.load(path)), expected, strict=True):
             np.testing.assert_array_equal(one, other)
 

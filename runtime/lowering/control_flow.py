@@ -181,7 +181,7 @@ class Loop:
         self._alone = op.modified - self._rows.keys() - self._sharing.positions
         contents = {k: self._inputs[k] for k in sorted(self._alone - self._carried_too)}
         arrays = [packed.array for packed in self._packed]
-        shared = {storage: self._sharing.values[storage] for storage in self._sharing.written}
+        shared = [self._sharing.values[storage] for storage in self._sharing.written]
         self.start = (tuple(self._inputs[: self._carried]), contents, arrays, shared)
 
     def rows(self) -> dict[Op, Array]:
@@ -202,7 +202,7 @@ class Loop:
         for k, row in self._rows.items():
             values[k] = PackedSlot(packed_arrays[row.packed], row.number)
         values[: self._carried] = results_before
-        sharing = self._sharing.with_values(shared)
+        sharing = self._sharing.with_values(dict(zip(self._sharing.written, shared, strict=True)))
         if sharing:
             storages = Environment(sharing.values, Unordered(), sharing.same, 1)
             for k in sorted(sharing.positions.intersection(range(self._carried))):
@@ -218,7 +218,8 @@ class Loop:
         after = {k: load(written.get(k + EXTRA_INPUTS, values[k])) for k in sorted(self._alone - self._carried_too)}
         outputs = tuple(map(load, results.outputs[EXTRA_OUTPUTS:]))
         arrays = [packed_arrays[packed].array for packed in self._packed]
-        return (outputs[: self._carried], after, arrays, results.shared), outputs[self._carried :]
+        shared = [results.shared[storage] for storage in self._sharing.written]
+        return (outputs[: self._carried], after, arrays, shared), outputs[self._carried :]
 
     def finish(self, state: Any, stacked: Sequence[Array], environment: Environment) -> None:
         """Write the results of a finished loop to the environment."""
@@ -229,7 +230,7 @@ class Loop:
             environment.write(t, value)
         for k in sorted(self._alone):
             environment.write(self._op.inputs[k], outputs[k] if k in self._carried_too else contents[k])
-        for storage, value in shared.items():
+        for storage, value in zip(self._sharing.written, shared, strict=True):
             environment.write(storage, value)
 
 

@@ -131,6 +131,25 @@ def a_loop_beside_what_is_carried(t: popxl.Tensor) -> None:
     ops.repeat(graph_of(body, number, last, first, extra=1), 3, number, last, first)
 
 
+def _turns_of_two(t: np.ndarray) -> None:
+    other = np.full((2, 3), 2, np.int32)
+    for _ in range(3):
+        t[1:3] += other
+        other += t[:2] + 1
+
+
+@case(_turns_of_two)
+def a_loop_that_changes_two_storages(t: popxl.Tensor) -> None:
+    def body(x: popxl.Tensor, y: popxl.Tensor, other: popxl.Tensor, flat: popxl.Tensor) -> None:
+        add(y, ops.identity(other))
+        add(other, ops.slice(x, 0, 2))
+        add(flat, 1)
+
+    other = popxl.variable(np.full((2, 3), 2, np.int32), name="other")
+    inputs = t, ops.slice_(t, 1, 3), other, ops.flatten_(other)
+    ops.repeat(graph_of(body, *inputs), 3, *inputs)
+
+
 @case(lambda t: None)
 def no_turns(t: popxl.Tensor) -> None:
     ops.repeat(graph_of(lambda x, y: (add(x, 1), y), t, t), 0, t, alias_of(t))

@@ -141,31 +141,25 @@ def _group_norm_backward(
 ) -> tuple[Any, Any, Any]:
     """Gradients of `t`, `weight` and `bias`.
 
-    All sums are of one pass over `t` and `g`. A rounded mean, in float16 for example, is only a first approximation: a
-    sum of `x = t - mean` gives the rest, which is subtracted from the other sums. The inverse standard deviation may be
-    out of range there, and is recomputed: with an unrounded mean as in `_group_norm`, so that XLA computes it once for
-    both.
+    A rounded mean, in float16 for example, is only a first approximation: a sum of `x = t - mean` gives the rest, in
+    the pass that sums its squares. The inverse standard deviation may be out of range there, and is recomputed: with an
+    unrounded mean as in `_group_norm`, so that XLA computes it once for both.
     """
     g, x = _rows(g, num_groups), _rows(t, num_groups)
     x = x - mean.astype(x.dtype)[:, None]
-    variance, rest = _mean(x * x), None
+    variance = _mean(x * x)
     if mean.dtype != x.dtype:
         rest = _mean(x)
-        variance = jnp.maximum(variance - rest * rest, 0)
+        x, variance = x - rest, jnp.maximum(variance - rest * rest, 0)
     inverse = lax.rsqrt(variance + eps)
+    x = x * inverse
 
     def of_channels(rows: Any) -> Any:
         return summed(rows.reshape(t.shape), range(2, t.ndim))
 
-    def for_channels(statistic: Any) -> Any:
-        return jnp.repeat(statistic.reshape(t.shape[0], num_groups), t.shape[1] // num_groups, 1)
-
     sums, products = of_channels(g), of_channels(g * x)
-    if rest is not None:
-        products, x = products - for_channels(rest) * sums, x - rest
-    products = products * for_channels(inverse)
     level, slope = (summed(_rows(s * weight, num_groups), (1,), True) / x.shape[1] for s in (sums, products))
-    dt = inverse * (_channel_rows(weight, t, num_groups) * g - level - x * (inverse * slope))
+    dt = inverse * (_channel_rows(weight, t, num_groups) * g - level - x * slope)
     return dt.reshape(t.shape), summed(products, (0,)), summed(sums, (0,))
 
 

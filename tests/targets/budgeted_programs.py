@@ -125,7 +125,7 @@ def _summed(blocks: Any) -> Any:
 def torch_session(
     made: Callable[[], tuple[Any, tuple[int, ...]]], target: str, calls: str, memory: Any
 ) -> popxl.Session:
-    """The session of a model of PyTorch that `poptorch` trains, in float32."""
+    """The session of a model of PyTorch that `poptorch` trains: in bfloat16 on TPUs, and in float32 elsewhere."""
     import torch
 
     import poptorch
@@ -137,8 +137,10 @@ def torch_session(
         options.useOfflineIpuTarget(target)
     options._Popart.set("calledGraphs", calls)
     options.Training.setMemoryPlan(memory)
+    dtype = torch.bfloat16 if target.startswith("tpu") else torch.float32
+    model.to(dtype)
     run = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.1))
-    run.compile(torch.zeros(samples_on(target, samples), *rest))
+    run.compile(torch.zeros(samples_on(target, samples), *rest, dtype=dtype))
     return poptorch.sessionOf(run)
 
 

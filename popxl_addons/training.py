@@ -130,7 +130,7 @@ def train_step(
     """
     streams = _checked_streams(module, inputs)
     accumulate = integer(accumulate, "train_step: `accumulate`")
-    _check_settings(accumulate, len(streams) == len(inputs), sharded, variables, precision)
+    _check_settings(accumulate, len(streams) == len(inputs), optimizer, sharded, variables, precision)
     specs = [each.spec for each in inputs]
     _check_division(memory, micro_batches, optimizer_state)
     if is_budget(memory) and asked_memory() is None:
@@ -148,7 +148,7 @@ def train_step(
             if precision is None
             else precision.create_graph(module, *batch.specs, **settings)
         )
-        _check(module, forward)
+        _check(module, forward, len(specs))
         for stream in streams:
             if stream.num_host_transfers < accumulate:
                 stream.num_host_transfers = accumulate
@@ -192,11 +192,18 @@ def _checked_streams(module: Any, inputs: Sequence[Any]) -> list[popxl.HostToDev
     return [each for each in inputs if isinstance(each, popxl.HostToDeviceStream)]
 
 
-def _check_settings(accumulate: int, only_streams: bool, sharded: bool, variables: Any, precision: Any) -> None:
+def _check_settings(
+    accumulate: int, only_streams: bool, optimizer: Any, sharded: bool, variables: Any, precision: Any
+) -> None:
     if accumulate < 1 or (accumulate > 1 and not only_streams):
         raise ValueError(
             f"train_step: `accumulate` is {accumulate}; expected 1 or more, and streams as inputs if it is more: each "
             "micro-batch is another."
+        )
+    if not callable(optimizer):
+        raise TypeError(
+            f"train_step: `optimizer` must be a function such as `partial(optimizers.adamw, lr=1e-3)`; got "
+            f"{optimizer!r} ({type(optimizer).__name__})."
         )
     if sharded and variables is not None:
         raise ValueError("train_step: `sharded` says how variables are made, and there are `variables`. Leave one out.")
@@ -270,8 +277,15 @@ def _planned_apart(
     return plan
 
 
-def _check(module: Module, forward: GraphWithNamedArgs) -> None:
-    """Raise `ValueError` for untrainable models."""
+def _check(module: Module, forward: GraphWithNamedArgs, fed: int) -> None:
+    """Raise `ValueError` for untrainable models. The first `fed` inputs of the graph are those of the step."""
+    named = set(forward.args.tensors)
+    if unbound := [t.name for t in forward.graph.inputs[fed:] if t not in named]:
+        kind = type(module).__name__
+        raise ValueError(
+            f"train_step: nothing is bound to the inputs {unbound} of the graph of `{kind}`: the modules that declare "
+            f"them are no attributes of `{kind}`. Assign each to one; of a list, `Module.from_list(layers)`."
+        )
     if pieces := [name for name, t in forward.args.to_dict().items() if t.meta_shape]:
         raise ValueError(
             f"train_step: {pieces} are pieces within the graph, where nothing sums their gradients over replicas. "

@@ -29,7 +29,7 @@ class Conv2D(Module):
     Args:
         out_channels: channels of the result.
         kernel_size: ``(kh, kw)``, or one number for both.
-        strides, dilations: strides and dilations of the two axes.
+        strides, dilations: strides and dilations of the two axes, or one number for both.
         paddings: zeros ``(top, left, bottom, right)``, or ``"same_upper"``, ``"same_lower"``, ``"valid"`` as in
             `ops.conv`.
         groups: number of groups that the channels are divided into.
@@ -49,9 +49,9 @@ class Conv2D(Module):
         self,
         out_channels: int,
         kernel_size: int | tuple[int, int],
-        strides: tuple[int, int] = (1, 1),
+        strides: int | tuple[int, int] = (1, 1),
         paddings: tuple[int, int, int, int] | Literal["same_upper", "same_lower", "valid"] = (0, 0, 0, 0),
-        dilations: tuple[int, int] = (1, 1),
+        dilations: int | tuple[int, int] = (1, 1),
         groups: int = 1,
         bias: bool = True,
         available_memory_proportions: list[float] | None = None,
@@ -61,10 +61,10 @@ class Conv2D(Module):
     ):
         super().__init__()
         self.out_channels = out_channels
-        self.kernel_size = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
-        self.strides = strides
+        self.kernel_size = _of_both_axes(kernel_size)
+        self.strides = _of_both_axes(strides)
         self.paddings = paddings
-        self.dilations = dilations
+        self.dilations = _of_both_axes(dilations)
         self.groups = groups
         self.bias = bias
         self.available_memory_proportions = available_memory_proportions
@@ -113,3 +113,8 @@ class Conv2D(Module):
         `ValueError` if `dtype` or the shapes are not those of the variables.
         """
         return torch_weights(variables, nn_layer, dtype, weight=np.asarray, bias=lambda bias: bias.reshape(1, -1, 1, 1))
+
+
+def _of_both_axes(given: int | tuple[int, int]) -> tuple[int, ...]:
+    """One number for each spatial axis."""
+    return (given, given) if isinstance(given, int) else tuple(given)

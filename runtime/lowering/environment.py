@@ -243,4 +243,8 @@ class Environment:
 
 def no_value(t: Tensor) -> PopxlError:
     """The error for a storage without a value."""
-    return PopxlError(f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to.")
+    return PopxlError(
+        f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to. Make it by "
+        "`popxl.variable`; or, if a layer reads it, call a graph of the layer, which `create_graph` makes, with "
+        "variables bound to its inputs."
+    )

@@ -246,6 +246,7 @@ class TestConv2D:
             (dict(paddings="same_upper", kernel_size=(3, 5)), dict(padding="same", kernel_size=(3, 5))),
             (dict(paddings="valid"), dict(padding="valid")),
             (dict(dilations=(2, 1)), dict(dilation=(2, 1))),
+            (dict(strides=2, dilations=3, kernel_size=2), dict(stride=2, dilation=3, kernel_size=2)),
             (dict(groups=2), dict(groups=2)),
             (dict(bias=False), dict(bias=False)),
         ],

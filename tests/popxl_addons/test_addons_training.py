@@ -136,9 +136,26 @@ def test_what_is_refused() -> None:
             addons.train_step(addons.layers.Linear(4), stream, optimizer=optimizers.sgd, accumulate=2)
         with pytest.raises(ValueError, match=r"nothing reads the variables \['unread'\].*out of `Unread.build`"):
             addons.train_step(Unread(), stream, optimizer=optimizers.sgd, accumulate=2)
+        with pytest.raises(
+            ValueError, match=r"inputs \['weight', 'bias'\] of the graph of `Listed`.*`Module.from_list"
+        ):
+            addons.train_step(Listed(), stream, optimizer=optimizers.sgd)
+        with pytest.raises(TypeError, match=r"train_step: `optimizer` must be a function .*; got 'sgd' \(str\)"):
+            addons.train_step(Unread(), stream, optimizer="sgd")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"the variables \['w'\] are complex.*`ops.view_as_complex`"):
             addons.train_step(Complex(), stream, optimizer=optimizers.sgd, accumulate=2)
         assert stream.num_host_transfers == 1
+
+
+class Listed(addons.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [addons.layers.Linear(4)]
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return ops.mean(x)
 
 
 class Complex(addons.Module):

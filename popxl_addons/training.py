@@ -130,7 +130,7 @@ def train_step(
     """
     streams = _checked_streams(module, inputs)
     accumulate = integer(accumulate, "train_step: `accumulate`")
-    _check_settings(accumulate, len(streams) == len(inputs), optimizer, sharded, variables, precision)
+    _check_settings(accumulate, len(streams) == len(inputs), optimizer, sharded, variables, precision, loss_scaling)
     specs = [each.spec for each in inputs]
     _check_division(memory, micro_batches, optimizer_state)
     if is_budget(memory) and asked_memory() is None:
@@ -193,7 +193,13 @@ def _checked_streams(module: Any, inputs: Sequence[Any]) -> list[popxl.HostToDev
 
 
 def _check_settings(
-    accumulate: int, only_streams: bool, optimizer: Any, sharded: bool, variables: Any, precision: Any
+    accumulate: int,
+    only_streams: bool,
+    optimizer: Any,
+    sharded: bool,
+    variables: Any,
+    precision: Any,
+    loss_scaling: Any,
 ) -> None:
     if accumulate < 1 or (accumulate > 1 and not only_streams):
         raise ValueError(
@@ -203,10 +209,15 @@ def _check_settings(
     if not callable(optimizer):
         raise TypeError(
             f"train_step: `optimizer` must be a function such as `partial(optimizers.adamw, lr=1e-3)`; got "
-            f"{optimizer!r} ({type(optimizer).__name__})."
+            f"{optimizer!r} ({type(optimizer).__name__}). `optimizers.from_optax` makes one from Optax's."
         )
     if sharded and variables is not None:
         raise ValueError("train_step: `sharded` says how variables are made, and there are `variables`. Leave one out.")
+    if isinstance(loss_scaling, str):
+        raise TypeError(
+            f"train_step: `loss_scaling` is {loss_scaling!r}; expected a number, a tensor, or "
+            "`optimizers.DynamicLossScaling()`."
+        )
     if not isinstance(precision, MixedPrecision | None):
         raise TypeError(f"train_step: `precision` is {precision!r}; expected `MixedPrecision(...)`, or None.")
 

@@ -298,6 +298,7 @@ class OpKind:
                     if isinstance(value, np.ndarray):
                         raise TypeError(f"{self.name}: `{name}` must be a plain value; got {value!r:.200}, an array.")
             inputs = self._tensors(operands, graph)
+            self._parameters.check_attributes(self.name, attributes)
             if len(inputs) < len(operands):
                 named = dict(zip(self.operand_names(len(operands)), operands, strict=True))
                 names = tuple(name for name, operand in named.items() if isinstance(operand, Tensor))

@@ -47,8 +47,8 @@ def asked_by_jax(t: Tensor) -> None:
     # Not a TypeError: JAX would replace it by its own.
     raise PopxlError(
         f"A function of JAX takes arrays, and {t!r} is a tensor{where}. Use the op of `popxl.ops` that has its name, "
-        "such as `ops.exp` for `jnp.exp`; or make an op of any function of arrays: "
-        "`popxl.OpKind('Softplus', jax.nn.softplus)`."
+        "such as `ops.exp` for `jnp.exp`; or make a function of tensors from any function of arrays: "
+        "`popxl.from_jax(jax.nn.softplus)`."
     )
 
 

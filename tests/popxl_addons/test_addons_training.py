@@ -140,8 +140,12 @@ def test_what_is_refused() -> None:
             ValueError, match=r"inputs \['weight', 'bias'\] of the graph of `Listed`.*`Module.from_list"
         ):
             addons.train_step(Listed(), stream, optimizer=optimizers.sgd)
-        with pytest.raises(TypeError, match=r"train_step: `optimizer` must be a function .*; got 'sgd' \(str\)"):
+        with pytest.raises(
+            TypeError, match=r"`optimizer` must be a function .*; got 'sgd' \(str\)\. `optimizers.from_optax`"
+        ):
             addons.train_step(Unread(), stream, optimizer="sgd")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="train_step: `loss_scaling` is 'dynamic'; expected a number"):
+            addons.train_step(Unread(), stream, optimizer=optimizers.sgd, loss_scaling="dynamic")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"the variables \['w'\] are complex.*`ops.view_as_complex`"):
             addons.train_step(Complex(), stream, optimizer=optimizers.sgd, accumulate=2)
         assert stream.num_host_transfers == 1

@@ -286,6 +286,7 @@ def test_what_jax_refuses_is_told_with_the_operands_and_the_line() -> None:
 
 def test_arguments_that_do_not_fit() -> None:
     kind = popxl.OpKind("Power", power)
+    by_rule = popxl.OpKind("PowerByRule", power, shape=lambda t, **_: t.spec)
     ir = popxl.Ir()
     with ir.create_empty_graph():
         other = popxl.graph_input((2,), popxl.float32)
@@ -301,12 +302,15 @@ def test_arguments_that_do_not_fit() -> None:
             (lambda: kind(main, exponent=1), TypeError, "Power: `t` must be .*call it first"),
             (lambda: kind(other, exponent=1), ValueError, "Power: `t` is .* which is not in the main graph"),
             (lambda: kind(t, t, exponent=1), TypeError, "Power: takes the operands"),
-            (lambda: kind(t), (TypeError, PopxlError), "exponent"),
+            (lambda: kind(t), TypeError, r"^Power: the attributes \['exponent'\] are missing"),
+            (lambda: by_rule(t), TypeError, r"^PowerByRule: the attributes \['exponent'\] are missing"),
             (lambda: kind(t, exponent=1, base=2), (TypeError, PopxlError), "base"),
         ]:
             with pytest.raises(error, match=message) as told:
                 call()
-            assert re.search(r"In the main graph, at `.*kind\(.* \(test_custom_op\.py:\d+\)\.$", str(told.value))
+            assert re.search(
+                r"In the main graph, at `.*(kind|by_rule)\(.* \(test_custom_op\.py:\d+\)\.$", str(told.value)
+            )
         assert main.ops == []
     with pytest.raises(RuntimeError, match="There is no current graph"):
         kind(t, exponent=1)

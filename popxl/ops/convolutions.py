@@ -132,12 +132,7 @@ def _conv_shape(t: Any, weight: Any, *, scaled: bool, **how: Any) -> tuple[int, 
         )
     if filters % groups:
         raise PopxlError(f"the {filters} output channels of `weight` cannot be divided into {groups} groups.")
-    counts = tuple(w.count for w in _conv_windows(t, weight, **how))
-    if min(counts, default=0) < 0:
-        raise PopxlError(
-            f"the result would have the spatial sizes {counts}; the kernel of `weight` does not fit into `t`."
-        )
-    return (t.shape[0], filters, *counts)
+    return (t.shape[0], filters, *(w.count for w in _conv_windows(t, weight, **how)))
 
 
 def _conv_lowering(t: Any, weight: Any, *, groups: int, **how: Any) -> Any:

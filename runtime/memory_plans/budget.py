@@ -132,18 +132,20 @@ def plan_within(
 
 
 def _order(first: Compiled, budget: int) -> Iterator[Division]:
-    """Divisions to try: the cheapest within the budget by estimate; the step in one piece, if it is nearly within it;
-    and another by estimate, which is the smallest if none is within the budget. As estimates may be wrong, the step in
-    one piece is the last if it was not tried."""
+    """Divisions to try: the cheapest within the budget by estimate; the step in one piece, if it is nearly within it,
+    before that one if its smallest plan takes less time; and another by estimate, which is the smallest if none is
+    within the budget. As estimates may be wrong, the step in one piece is the last if it was not tried."""
     untried = [*first.divisions]
     if len(untried) > 1:
         estimate = DivisionEstimate(first, ESTIMATE_SHARE * budget)
-        if (cheapest := estimate.cheapest(untried)) is not None:
-            untried.remove(cheapest)
-            yield cheapest
-        if IN_ONE_PIECE in untried and estimate.least(IN_ONE_PIECE) <= _NEARLY * budget:
-            untried.remove(IN_ONE_PIECE)
-            yield IN_ONE_PIECE
+        cheapest = estimate.cheapest(untried)
+        order = [] if cheapest is None else [cheapest]
+        if IN_ONE_PIECE not in order and estimate.least(IN_ONE_PIECE) <= _NEARLY * budget:
+            is_first = cheapest is None or estimate.most_seconds(IN_ONE_PIECE) < estimate.seconds(cheapest)
+            order.insert(0 if is_first else 1, IN_ONE_PIECE)
+        for division in order:
+            untried.remove(division)
+            yield division
         if untried:
             division = estimate.cheapest(untried) or min(untried, key=estimate.least)
             untried.remove(division)

@@ -91,7 +91,7 @@ class DivisionEstimate:
         for each in candidates:
             if best is not None and (each.state != best.state or self._overhead(each) >= least):
                 break  # more micro-batches cost more
-            if (seconds := self._seconds(each)) < least:
+            if (seconds := self.seconds(each)) < least:
                 best, least = each, seconds
         return best
 
@@ -103,13 +103,18 @@ class DivisionEstimate:
         chip, crossing = self._compiled.chip, 2 * step.state if division.state == "host" else 0
         return moved / memory_bandwidth(chip) + crossing / host_bandwidth(chip)
 
-    def _seconds(self, division: Division) -> float:
+    def seconds(self, division: Division) -> float:
         """Seconds that a division adds to a step with its best plan; infinity without one."""
         limit = (self._budget - self._fixed(division)) / self._weight
         if keep_all(self._graphs_of(division), self._compiled.release).bytes <= limit:
             return self._overhead(division)
         plan = self._solved(division, limit)
         return float("inf") if plan is None else self._overhead(division) + division.micro_batches * plan.seconds
+
+    def most_seconds(self, division: Division) -> float:
+        """Seconds that a division adds to a step with its smallest plan."""
+        plan = self._solved(division, None)
+        return self._overhead(division) + (0.0 if plan is None else division.micro_batches * plan.seconds)
 
     def least(self, division: Division) -> float:
         """Bytes that a division needs with its smallest plan."""

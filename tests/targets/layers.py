@@ -334,7 +334,7 @@ def lines(found: Mapping[tuple[str, int, str, str], Found]) -> Iterator[str]:
 
 
 def shown(column: str, value: Any) -> str:
-    """One cell. What nobody says is a dash."""
+    """Text of a cell: a dash for an unknown value."""
     if column == "kernels of a turn":
         return " + ".join(map(str, value)) or "–"
     if column == "seconds":

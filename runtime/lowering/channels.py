@@ -47,7 +47,7 @@ class CollectiveOrder:
 
 
 FAILURE = Failure()
-TRANSFERS = 1  # in place of an op's id, with the number of a stream
+TRANSFERS = 1  # in place of an op's id, which is 100 or more; the number after it is that of a stream
 COLLECTIVES = CollectiveOrder()
 Channel = Stream | Failure | RemoteBuffer
 AnyChannel = Channel | CollectiveOrder

@@ -140,14 +140,16 @@ def _order(first: Compiled, budget: int) -> Iterator[Division]:
         estimate = DivisionEstimate(first, ESTIMATE_SHARE * budget)
         cheapest = estimate.cheapest(untried)
         order = [] if cheapest is None else [cheapest]
-        if IN_ONE_PIECE not in order and estimate.least(IN_ONE_PIECE) <= _NEARLY * budget:
-            is_first = cheapest is None or estimate.most_seconds(IN_ONE_PIECE) < estimate.seconds(cheapest)
-            order.insert(0 if is_first else 1, IN_ONE_PIECE)
+        if IN_ONE_PIECE not in order:
+            least, seconds = estimate.smallest(IN_ONE_PIECE)
+            if least <= _NEARLY * budget:
+                is_first = cheapest is None or seconds < estimate.seconds(cheapest)
+                order.insert(0 if is_first else 1, IN_ONE_PIECE)
         for division in order:
             untried.remove(division)
             yield division
         if untried:
-            division = estimate.cheapest(untried) or min(untried, key=estimate.least)
+            division = estimate.cheapest(untried) or min(untried, key=estimate.smallest)
             untried.remove(division)
             yield division
     if IN_ONE_PIECE in untried:

@@ -111,16 +111,12 @@ class DivisionEstimate:
         plan = self._solved(division, limit)
         return float("inf") if plan is None else self._overhead(division) + division.micro_batches * plan.seconds
 
-    def most_seconds(self, division: Division) -> float:
-        """Seconds that a division adds to a step with its smallest plan."""
+    def smallest(self, division: Division) -> tuple[float, float]:
+        """Bytes that a division needs with its smallest plan, and seconds that this plan adds to a step."""
         plan = self._solved(division, None)
-        return self._overhead(division) + (0.0 if plan is None else division.micro_batches * plan.seconds)
-
-    def least(self, division: Division) -> float:
-        """Bytes that a division needs with its smallest plan."""
-        plan = self._solved(division, None)
-        planned = 0 if plan is None else plan.bytes
-        return self._fixed(division) + self._weight * planned
+        planned, seconds = (0, 0.0) if plan is None else (plan.bytes, plan.seconds)
+        needed = self._fixed(division) + self._weight * planned
+        return needed, self._overhead(division) + division.micro_batches * seconds
 
     def _solved(self, division: Division, limit: float | None) -> Solution | None:
         compiled = self._compiled

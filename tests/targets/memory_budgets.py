@@ -41,6 +41,8 @@ from tests.targets.tables import Table
 TARGETS = ("gpu h100", "tpu v5e", "tpu v5p")
 SHARES = (75, 50, 35)
 LAYERS = 4
+PAIRS = {"tpu v5e": "1x2", "tpu v5p": "2x1x1"}
+"""Two chips of TPUs whose chips lie in a grid of two and of three dimensions."""
 POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 HEAD = """\
 | | program | % | budget, MB | compiled, MB | used, % | compilations | GB | Gflop | best policy of JAX | GB | Gflop |
@@ -166,7 +168,7 @@ def machine(name: str, target: str) -> str | popxl.Target:
     if target == "cpu":
         return "ipu_model" if name == "pipeline" else target
     count = 2 if name == "pipeline" else PROGRAMS[name].devices
-    return popxl.Target(target if count == 1 else f"{target}:{'1x2' if target.startswith('tpu') else count}")
+    return popxl.Target(target if count == 1 else f"{target}:{PAIRS.get(target, count)}")
 
 
 @cache

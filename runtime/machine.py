@@ -9,7 +9,6 @@ from popxl.ir import Ir
 from runtime.mode_selection import compile_fastest
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
 from runtime.program.laying_out import layout_for
-from runtime.program.layout import Layout
 from runtime.program.run import Runner
 from runtime.program.store import VariableStore
 from runtime.targets.devices import Device, devices_needed, find_device, ipus_used, model_device
@@ -60,15 +59,15 @@ class IdleMachine(Machine):
         return NothingRuns()
 
 
-class LaidOutProgram(CompiledProgram):
-    """Laid out, uncompiled program. Access beyond its layout ends the user's program."""
-
-    def __init__(self, device: Device, layout: Layout) -> None:
-        vars(self).update(device=device, layout=layout, reason=layout.decision.reason)
+class NotCompiled:
+    """Stands in for the executable of a program that is only laid out; any use of it ends the user's program."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
+        if name.startswith("__"):  # Python's own questions, of `copy` for example
             raise AttributeError(name)
+        raise NothingRuns
+
+    def __call__(self) -> NoReturn:
         raise NothingRuns
 
 
@@ -82,7 +81,9 @@ class LayoutMachine(IdleMachine):
         return model_device(count, devices_needed(ir), count * len(ipus_used(ir)))
 
     def program(self, ir: Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
-        return LaidOutProgram(device, layout_for(ir, device, None if precompiled is None else precompiled.mode))
+        layout = layout_for(ir, device, None if precompiled is None else precompiled.mode)
+        missing = NotCompiled()
+        return CompiledProgram(device, layout, layout.decision.reason, missing, missing, seconds=0.0, is_cached=False)
 
 
 class TargetMachine(IdleMachine):

@@ -42,6 +42,7 @@ class HostSteps:
     initial_ipus: dict[Tensor, int] = field(default_factory=dict)
     final_ipus: dict[Tensor, int] = field(default_factory=dict)
     nesting: int = 0
+    _initial_constants: Values = field(init=False)
 
     def all_steps(self) -> Iterator[tuple[Segment | HostControlFlow, int]]:
         """All steps, including nested steps, with execution counts."""

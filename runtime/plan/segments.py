@@ -159,6 +159,7 @@ class Segment(Step):
         donated: storages that the ops overwrite, whose new value is needed, and that have no other owner.
         keys: keys of the segment's inputs, for those that are on another IPU.
         shared: streams and buffers that segments on other IPUs also use.
+        structure: key of the executable, with the executable once it is compiled; set by `prepare`.
         seconds: compile time; 0, if a segment of the same structure had been compiled before.
     """
 
@@ -168,7 +169,11 @@ class Segment(Step):
     donated: tuple[Tensor, ...] = ()
     keys: dict[Tensor, Key] = field(default_factory=dict)
     shared: tuple[Channel, ...] = ()
+    structure: Structure = field(init=False)
     seconds: float = 0.0
+    _constants: dict[Key, Array] = field(init=False)
+    _described: Values | None = None  # results, where another process runs the segment
+    _lock: CollectiveLock | None = None
 
     @cached_property
     def op_structure(self) -> Structure:
@@ -192,22 +197,42 @@ class Segment(Step):
         results = (tuple(number[t] for t in self.donated), tuple(number[t] for t in self.makes))
         return structure_of((*self.encoding.code, results, options.key()))
 
+    @cached_property
+    def feeds(self) -> tuple[HostToDeviceStream, ...]:
+        """Input streams used by the ops."""
+        return tuple(c for c in self.channels if isinstance(c, HostToDeviceStream))
+
+    @cached_property
+    def borrowed(self) -> tuple[Tensor, ...]:
+        """Storages read without donation."""
+        return tuple(t for t in self.encoding.roots if t not in self.donated)
+
+    @cached_property
+    def fresh_results(self) -> tuple[Tensor, ...]:
+        """Storages whose new value is in memory of its own."""
+        return tuple(t for t in self.makes if t not in self.donated)
+
+    @cached_property
+    def _donated_keys(self) -> tuple[Key, ...]:
+        return tuple(self.keys.get(t, t) for t in self.donated)
+
+    @cached_property
+    def _borrowed_keys(self) -> tuple[Key, ...]:
+        return tuple(self.keys.get(t, t) for t in self.borrowed)
+
+    @cached_property
+    def _result_copies(self) -> tuple[tuple[Tensor, int], ...]:
+        return tuple((t, ipu) for t, ipu in self.result_ipus.items() if ipu != self.ipu)
+
     def prepare(self, options_at: Mapping[int, CompileOptions]) -> None:
-        """Determine inputs, results and the structure of the executable; upload constants to the segment's IPU."""
+        """Look up the executable, and upload constants to the segment's IPU."""
         options = options_at[self.ipu]
-        self.feeds = tuple(c for c in self.channels if isinstance(c, HostToDeviceStream))
-        self.borrowed = tuple(t for t in self.encoding.roots if t not in self.donated)
-        self.fresh_results = tuple(t for t in self.makes if t not in self.donated)
-        self._donated_keys, self._borrowed_keys = (
-            tuple(self.keys.get(t, t) for t in ts) for ts in (self.donated, self.borrowed)
-        )
-        self._is_elsewhere = options.compile_target.is_elsewhere
-        self._described = {t: options.replicas.spec(t.shape, t.dtype.as_jax()) for t in self.makes}
         passed = (t for t in self.borrowed if isinstance(t, Constant) and t not in self.reads)
         self._constants = {t: options.replicas.broadcast(to_device(t.data, t.dtype)) for t in passed}
-        self._result_copies = tuple((t, ipu) for t, ipu in self.result_ipus.items() if ipu != self.ipu)
-        meets = devices_meet(self.ops, options.replicas)
-        self._lock = hooks_for(options.compile_target.platform).collective_lock if meets else None
+        if options.compile_target.is_elsewhere:
+            self._described = {t: options.replicas.spec(t.shape, t.dtype.as_jax()) for t in self.makes}
+        if devices_meet(self.ops, options.replicas):
+            self._lock = hooks_for(options.compile_target.platform).collective_lock
         self.structure = self.executable_key(options)
 
     def lowered(self, options: CompileOptions) -> Callable[[], CompiledSegment]:
@@ -278,10 +303,10 @@ class Segment(Step):
         """Run the ops, unless another process does."""
         self.copy_operands(values, run)
         channels = run.channels(self.ipu, self.shared)
-        if self._is_elsewhere:
-            values.update(self._described)
-        else:
+        if self._described is None:
             self._run_ops(values, run, channels)
+        else:
+            values.update(self._described)
         for t, ipu in self._result_copies:
             values[t] = run.copy_to_ipu(values[t], ipu)
         for key in self.drops:
@@ -330,6 +355,7 @@ class SubPlan:
     keys: tuple[Key, ...] = ()
     carried_copies: tuple[tuple[Tensor, int], ...] = ()
     final_copies: tuple[tuple[Tensor, int], ...] = ()
+    _constants: Values = field(init=False)
 
     def prepare(self, options_at: Mapping[int, CompileOptions], ipu: int) -> None:
         """Upload constant arguments, and the graph's own constants, to the IPUs that read them."""
@@ -387,8 +413,12 @@ class HostControlFlow(Step):
         """Upload constant arguments to the IPUs that read them."""
         for subplan in self.subplans:
             subplan.prepare(options_at, self.ipu)
+
+    @cached_property
+    def _numbered_inputs(self) -> tuple[tuple[Tensor, int], ...]:
+        """Used inputs that only the graph of a loop has, and their IPUs."""
         starts = self.subplans[0].plan.initial_ipus
-        self._numbered_inputs = tuple((t, starts[t]) for t in self.loop_inputs if t in starts)
+        return tuple((t, starts[t]) for t in self.loop_inputs if t in starts)
 
     def run(self, values: Values, run: Run) -> None:
         """Run the op."""

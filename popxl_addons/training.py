@@ -13,7 +13,7 @@ from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import integer
 from popxl.extend.collectives import shard_count
-from popxl.extend.memory import StateLocation, asked_memory, bytes_of
+from popxl.extend.memory import StateLocation, bytes_of, current_request
 from popxl.extend.ops import cast_if_needed
 from popxl.tensor import Variable
 from popxl_addons._micro_batches import MicroBatch, MicroBatches, samples_of
@@ -133,7 +133,7 @@ def train_step(
     _check_settings(accumulate, len(streams) == len(inputs), optimizer, sharded, variables, precision, loss_scaling)
     specs = [each.spec for each in inputs]
     _check_division(memory, micro_batches, optimizer_state)
-    if is_budget(memory) and asked_memory() is None:
+    if is_budget(memory) and current_request() is None:
         _check_apart(inputs, variables, loss_scaling)
         division = {"micro_batches": micro_batches, "optimizer_state": optimizer_state}
         how = {"accumulate": accumulate, "precision": precision, "loss_scaling": loss_scaling, "sharded": sharded}
@@ -229,7 +229,7 @@ def _check_division(memory: Any, micro_batches: Any, optimizer_state: Any) -> No
     if optimizer_state not in ("auto", *get_args(StateLocation)):
         raise ValueError(f"train_step: `optimizer_state` is {optimizer_state!r}; expected 'device', 'host', or 'auto'.")
     for name, value in (("micro_batches", micro_batches), ("optimizer_state", optimizer_state)):
-        if value == "auto" and asked_memory() is None and not (is_budget(memory) or isinstance(memory, MemoryPlan)):
+        if value == "auto" and current_request() is None and not (is_budget(memory) or isinstance(memory, MemoryPlan)):
             raise ValueError(
                 f"train_step: `{name}` is 'auto', which is chosen for a budget, and `memory` is {memory!r}. Give a "
                 f"budget, such as memory='14 GB', or a plan that was made for one; or state `{name}`."
@@ -250,12 +250,12 @@ def _chosen(
 ) -> tuple[Any, int, StateLocation]:
     """Memory plan or policy of a step, if any, its number of micro-batches and the location of the state: as given; or,
     where that is left open, as the planner which builds the step asks, or as the plan states."""
-    asked = asked_memory()
-    if asked is not None:
-        memory = asked.request.memory if memory is None or is_budget(memory) else memory
-        asked.samples = samples_of(specs) if micro_batches == "auto" else 1
-        asked.is_state_open = optimizer_state == "auto"
-    stated = memory if asked is None else asked.request
+    requested = current_request()
+    if requested is not None:
+        memory = requested.request.memory if memory is None or is_budget(memory) else memory
+        requested.samples = samples_of(specs) if micro_batches == "auto" else 1
+        requested.is_state_open = optimizer_state == "auto"
+    stated = memory if requested is None else requested.request
     parts = stated.micro_batches if micro_batches == "auto" else int(micro_batches)
     return memory, parts, stated.optimizer_state if optimizer_state == "auto" else optimizer_state
 

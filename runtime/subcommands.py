@@ -14,8 +14,8 @@ from pathlib import Path
 
 from popxl.analysis.checking import check, report_data
 from popxl.analysis.memory import Memory
-from popxl.base.asked_memory import MemoryRequest, asking
 from popxl.base.container import is_packed
+from popxl.base.memory_requests import MemoryRequest, requesting_memory
 from popxl.base.pages import OnPage
 from popxl.errors import PopxlError, ReplicationWarning
 from popxl.ir import Ir
@@ -279,7 +279,7 @@ def plan(asked: CommandArgs, budget: int, save: Path | None) -> int:
 
     def compiled(request: MemoryRequest) -> Compiled:
         machine = WatchingMachine(asked.idle_machine())
-        with asking(*request) as open_memory, watched(machine), redirect_stdout(StringIO()):
+        with requesting_memory(*request) as open_memory, watched(machine), redirect_stdout(StringIO()):
             _, code = run_file(asked.file, asked.arguments)
         if code or not machine.programs:
             why = f"ended with the exit code {code}" if code else "makes no session, so there is nothing to compile"

@@ -18,7 +18,7 @@ from poptorch.options import Options
 from poptorch.program.recomputation import Recomputation
 from popxl import ops
 from popxl.extend.graphs import leading_to
-from popxl.extend.memory import asked_memory
+from popxl.extend.memory import current_request
 from popxl.transforms import GradGraphInfo
 from popxl_addons.transforms.planned_gradients import PlannedGradients
 from popxl_addons.transforms.recomputation import recompute_activations
@@ -155,15 +155,15 @@ class ModelGraph:
 
     def _planned(self) -> PlannedGradients | None:
         """Transform that applies the memory plan of the options, or else the one that a tool requests."""
-        plan, asked = self._options.Training.memory_plan, asked_memory()
+        plan, requested = self._options.Training.memory_plan, current_request()
         has_checkpoints = bool(self.emission.recomputed)
         if plan is not None and has_checkpoints:
             raise createPoptorchError(
                 "setMemoryPlan: the model has checkpoints, or options that recompute (`autoRecomputation`, a "
                 "pipeline), which say what the backward pass keeps. Leave out one of both."
             )
-        if plan is None and asked is not None and not has_checkpoints:
-            plan = asked.request.memory
+        if plan is None and requested is not None and not has_checkpoints:
+            plan = requested.request.memory
         return None if plan is None else PlannedGradients(self.graph, plan)
 
     def _recomputed(self, gradient: GradGraphInfo) -> GradGraphInfo:

@@ -6,7 +6,7 @@ Example:
     14000000000
 """
 
-from popxl.base.asked_memory import AskedMemory, MemoryRequest, StateLocation, asked_memory, asking
+from popxl.base.memory_requests import MemoryRequest, RequestedMemory, StateLocation, current_request, requesting_memory
 from popxl.core.remote_variables import is_on_host
 from runtime.memory_plans.budget import BudgetedPlan, bytes_of, plan_within
 from runtime.memory_plans.compiled import Compiled, Division, compiled_program
@@ -14,7 +14,7 @@ from runtime.memory_plans.needs import GraphNeeds, OpNeeds, ReplicaExchange
 from runtime.memory_plans.solver import Group, Treatments
 
 __all__ = [
-    "AskedMemory",
+    "RequestedMemory",
     "BudgetedPlan",
     "Compiled",
     "Division",
@@ -25,8 +25,8 @@ __all__ = [
     "ReplicaExchange",
     "StateLocation",
     "Treatments",
-    "asked_memory",
-    "asking",
+    "current_request",
+    "requesting_memory",
     "bytes_of",
     "compiled_program",
     "is_on_host",

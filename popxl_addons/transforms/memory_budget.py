@@ -7,7 +7,15 @@ from typing import Any, TypeGuard
 
 import popxl
 from popxl.extend.arguments import check_type
-from popxl.extend.memory import BudgetedPlan, Compiled, MemoryRequest, asking, bytes_of, compiled_program, plan_within
+from popxl.extend.memory import (
+    BudgetedPlan,
+    Compiled,
+    MemoryRequest,
+    bytes_of,
+    compiled_program,
+    plan_within,
+    requesting_memory,
+)
 from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
 
 
@@ -66,11 +74,11 @@ def plan_memory(
     size = bytes_of(budget, "plan_memory: `budget`")
 
     def compiled(request: MemoryRequest) -> Compiled:
-        with asking(*request) as asked:
+        with requesting_memory(*request) as requested:
             ir = build(request.memory)
             check_type(ir, popxl.Ir, "plan_memory: what `build` returns", "the Ir of the program")
             session = popxl.Session(ir, "ipu_hw" if target is None else target)
-        return compiled_program(ir, session.program, asked)
+        return compiled_program(ir, session.program, requested)
 
     return plan_within(compiled, size, told)
 

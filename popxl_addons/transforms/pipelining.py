@@ -16,7 +16,7 @@ from typing import SupportsIndex
 import popxl
 from popxl import initial, ops
 from popxl.context import get_current_context
-from popxl.extend.memory import asked_memory
+from popxl.extend.memory import current_request
 from popxl.op import Op
 from popxl.ops import CallSiteInfo
 from popxl_addons.grad_info import as_grad_graph_info
@@ -179,8 +179,8 @@ class StageContext:
 
     def note_held_activations(self) -> None:
         """Tell a tool that plans memory how many micro-batches wait for their gradients, at most on one device."""
-        asked = asked_memory()
-        if asked is None or not self._stashed:
+        requested = current_request()
+        if requested is None or not self._stashed:
             return
         rows = self.schedule.rows
         for graph in dict.fromkeys(graph for graph, _, _ in self._stashed):
@@ -189,7 +189,9 @@ class StageContext:
                 for each, made_in, read_in in self._stashed
                 if each is graph
             ]
-            asked.held[graph] = max(asked.held.get(graph, 1), *self.schedule.simulate(values=values).stashed_bytes)
+            requested.held[graph] = max(
+                requested.held.get(graph, 1), *self.schedule.simulate(values=values).stashed_bytes
+            )
 
     def hook(self, op: Op) -> None:
         """Record a new op's stage. Raises `RuntimeError` without stage."""

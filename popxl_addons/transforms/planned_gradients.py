@@ -8,7 +8,7 @@ from typing import get_args
 
 import popxl
 from popxl.extend.graphs import own_flops
-from popxl.extend.memory import GraphNeeds, StateLocation, Treatments, asked_memory
+from popxl.extend.memory import GraphNeeds, StateLocation, Treatments, current_request
 from popxl.transforms import GradGraphInfo
 from popxl_addons.grad_info import remap_grad_info
 from popxl_addons.ops.weight_gather import gathers_weights
@@ -78,7 +78,7 @@ class PlannedGradients:
         self._handwritten: set[popxl.Graph] = set()  # graphs whose gradients were not derived
         if isinstance(memory, MemoryPlan):
             self._divide_calls(memory)
-        self._budget_request = asked_memory()
+        self._budget_request = current_request()
         if self._budget_request is not None:
             self._budget_request.applied.append(self)
 

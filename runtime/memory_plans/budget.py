@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from popxl.analysis.memory import Memory
-from popxl.base.asked_memory import MemoryRequest
+from popxl.base.memory_requests import MemoryRequest
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.errors import PopxlError
 from runtime.costs.cost import Cost

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from popxl.analysis.memory import Memory
-from popxl.base.asked_memory import AskedMemory, StateLocation
+from popxl.base.memory_requests import RequestedMemory, StateLocation
 from popxl.core.recording import Op
 from popxl.graph import Graph
 from popxl.ir import Ir
@@ -73,16 +73,16 @@ class Compiled(NamedTuple):
         return min(max((self.memory.temporaries or 0) / planned, 1.0), 2.0) if planned else 1.0
 
 
-def compiled_program(ir: Ir, program: CompiledProgram, asked: AskedMemory) -> Compiled:
+def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemory) -> Compiled:
     """Compiled program, with the data for the plan search.
 
     Args:
-        asked: request under which it was built.
+        requested: request under which it was built.
 
     Raises:
         ValueError: if the program applies no memory plan, or several.
     """
-    applied = asked.applied
+    applied = requested.applied
     if len(applied) != 1:
         raise ValueError(
             f"plan_memory: the program applies {len(applied)} memory plans; expected one. Give `memory` to the one "
@@ -94,17 +94,17 @@ def compiled_program(ir: Ir, program: CompiledProgram, asked: AskedMemory) -> Co
     offloadable = frozenset(_offloadable(program, applied[0].names))
     memory, cost = memory_of_program(ir, program), cost_of(program)
     return Compiled(
-        ir, memory, cost, chip_of(program), offloadable, release, tuple(_divisions(program, asked)), applied[0]
+        ir, memory, cost, chip_of(program), offloadable, release, tuple(_divisions(program, requested)), applied[0]
     )
 
 
-def _divisions(program: CompiledProgram, asked: AskedMemory) -> Iterator[Division]:
+def _divisions(program: CompiledProgram, requested: RequestedMemory) -> Iterator[Division]:
     """Divisions that a program leaves open. On CPUs, host and device memory are the same."""
-    has_choice = asked.is_state_open and not program.layout.replicas.is_cpu
+    has_choice = requested.is_state_open and not program.layout.replicas.is_cpu
     states: Sequence[StateLocation] = ("device", "host") if has_choice else ("device",)
     for state in states:
-        for count in range(1, asked.samples + 1):
-            if asked.samples % count == 0:
+        for count in range(1, requested.samples + 1):
+            if requested.samples % count == 0:
                 yield Division(count, state)
 
 
@@ -126,11 +126,11 @@ def _caller(call: Op) -> Mapping[str, Any]:
     return callers[0].attributes if len(callers) == 1 else {}
 
 
-def planned_program(programs: Sequence[tuple[Ir, CompiledProgram]], asked: AskedMemory) -> Compiled:
+def planned_program(programs: Sequence[tuple[Ir, CompiledProgram]], requested: RequestedMemory) -> Compiled:
     """Compiled program that a memory plan was applied to, among those of a user's file; the first one without any.
 
     Raises:
         ValueError: as for `compiled_program`.
     """
-    planned = (each for each in programs if any(each[0] is by.model.ir for by in asked.applied))
-    return compiled_program(*next(planned, programs[0]), asked)
+    planned = (each for each in programs if any(each[0] is by.model.ir for by in requested.applied))
+    return compiled_program(*next(planned, programs[0]), requested)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from popxl.base.asked_memory import MemoryRequest
+from popxl.base.memory_requests import MemoryRequest
 from popxl.base.pages import bytes_text
 from runtime.memory_plans.compiled import IN_ONE_PIECE, Compiled, Division
 from runtime.memory_plans.needs import GraphNeeds

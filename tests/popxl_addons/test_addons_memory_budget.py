@@ -28,9 +28,9 @@ from popxl.extend.memory import (
     MemoryRequest,
     OpNeeds,
     ReplicaExchange,
-    asking,
     bytes_of,
     plan_within,
+    requesting_memory,
 )
 from popxl_addons import optimizers
 from popxl_addons.transforms.memory_plan import Treatment
@@ -420,7 +420,7 @@ def test_a_stage_holds_the_micro_batches_that_its_schedule_says(schedule: Any, h
     """Three stages that call one graph; the first one waits longest for its gradients."""
     ir = popxl.Ir()
     ir.num_host_transfers = 12
-    with asking("everything") as asked, ir.main_graph, popxl.in_sequence():
+    with requesting_memory("everything") as requested, ir.main_graph, popxl.in_sequence():
         stream = popxl.h2d_stream((4, 8), popxl.float32, "x")
         graph = addons.GraphWithNamedArgs(ir.create_graph(lambda x: ops.tanh(ops.exp(x)), stream.spec))
         grad = addons.autodiff(graph, memory="everything")
@@ -437,7 +437,7 @@ def test_a_stage_holds_the_micro_batches_that_its_schedule_says(schedule: Any, h
                     x = x.copy_to_ipu(i - 1) if i else x
             with p.stage(5), popxl.ipu(0):
                 addons.host_store(x)
-    (applied,) = asked.applied
+    (applied,) = requested.applied
     assert [each.held for each in applied.needs] == [held]
 
 
@@ -454,7 +454,7 @@ def test_micro_batches_that_are_held_count() -> None:
 def test_recomputing_a_collective_takes_the_time_of_its_links() -> None:
     """The parts of the others arrive over the fastest links that join a group."""
     ir, size = popxl.Ir(replication=4), 8 << 20
-    with asking("everything") as asked, ir.main_graph:
+    with requesting_memory("everything") as requested, ir.main_graph:
         x = popxl.h2d_stream((size // 4,), popxl.float32, "x")
 
         def gathered(x: popxl.Tensor) -> popxl.Tensor:
@@ -462,7 +462,7 @@ def test_recomputing_a_collective_takes_the_time_of_its_links() -> None:
 
         graph = addons.GraphWithNamedArgs(ir.create_graph(gathered, x.spec))
         addons.autodiff(graph, memory="everything")
-    (needs,) = asked.applied[0].needs
+    (needs,) = requested.applied[0].needs
     (gather,) = (op for op in needs.ops if op.exchanges)
     chip = shipped(Gpu, "h100")
     assert gather.exchanges == (ReplicaExchange("all-gather", 4 * size, 4, 4),)

@@ -28,7 +28,7 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl.errors import PopxlError
-from popxl.extend.memory import Compiled, MemoryRequest, asking, compiled_program, plan_within
+from popxl.extend.memory import Compiled, MemoryRequest, compiled_program, plan_within, requesting_memory
 from popxl_addons import optimizers
 from popxl_addons.layers import MLP, Attention, Conv2D, Experts, GroupNorm, LayerNorm, TransformerBlock
 from runtime.costs.hlo import parse_hlo
@@ -176,7 +176,7 @@ def compiled(name: str, target: str, calls: Any, is_open: bool, request: MemoryR
     """The program with a plan, or a policy: the budgets of a program share them."""
     np.random.seed(0)
     memory = request.memory
-    with asking(*request) as asked:
+    with requesting_memory(*request) as asked:
         if name in OF_LLAMAS:
             sizes, devices = OF_LLAMAS[name]
             session = session_of(sizes, "rolled", f"{target}:{devices}", memory=memory)

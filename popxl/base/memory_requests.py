@@ -27,7 +27,7 @@ class MemoryRequest(NamedTuple):
 
 
 @dataclass
-class AskedMemory:
+class RequestedMemory:
     """Request to a program, with its result.
 
     Attributes:
@@ -45,20 +45,22 @@ class AskedMemory:
     held: dict[Any, int] = field(default_factory=dict)
 
 
-_asked: ContextVar[AskedMemory | None] = ContextVar("asked_memory", default=None)
+_requested: ContextVar[RequestedMemory | None] = ContextVar("current_request", default=None)
 
 
-def asked_memory() -> AskedMemory | None:
+def current_request() -> RequestedMemory | None:
     """Request of a tool; `None` without one."""
-    return _asked.get()
+    return _requested.get()
 
 
 @contextmanager
-def asking(memory: Any, micro_batches: int = 1, optimizer_state: StateLocation = "device") -> Iterator[AskedMemory]:
+def requesting_memory(
+    memory: Any, micro_batches: int = 1, optimizer_state: StateLocation = "device"
+) -> Iterator[RequestedMemory]:
     """Context manager that makes a `MemoryRequest`."""
-    asked = AskedMemory(MemoryRequest(memory, micro_batches, optimizer_state))
-    token = _asked.set(asked)
+    requested = RequestedMemory(MemoryRequest(memory, micro_batches, optimizer_state))
+    token = _requested.set(requested)
     try:
-        yield asked
+        yield requested
     finally:
-        _asked.reset(token)
+        _requested.reset(token)

@@ -1,6 +1,6 @@
 """`getitem` and `setitem`: dynamic indexing by integer tensors of shape [], whose contents are known only at run time.
 
-PyTorch would read them, as it does to get Python numbers. Here `index_select` reads the rows, and `index_copy_` writes
+PyTorch would read them, as it does to get Python numbers. Here `RowViews` reads the rows, and `index_copy_` writes
 them; all other indices are handled by PyTorch. The number of rows has to be known: `x[i : i + 2]`. Slices between
 tensors of one element, which is what each of several micro-batches has of an input, are read likewise where no graph
 break can serve them.
@@ -17,6 +17,7 @@ from poptorch.capture.torch_private import without_modes
 from poptorch.errors import createPoptorchError
 
 if TYPE_CHECKING:
+    from poptorch.capture.row_views import RowViews
     from poptorch.capture.tracer import Tracer
 
 
@@ -34,24 +35,26 @@ class Numbers(Protocol):
         """Difference `stop - start` of two scalars, if constant across runs; otherwise `None`."""
 
 
-def getitem(t: torch.Tensor, index: Any, numbers: Numbers) -> torch.Tensor:
+def getitem(t: torch.Tensor, index: Any, numbers: Numbers, views: RowViews) -> torch.Tensor:
     """`t[index]`. Index tensors with known contents are left to PyTorch."""
     found = _first_unknown(t, index, numbers)
     if found is None:
         return t[index]
     dim, rows, rest = found
-    return getitem(t.index_select(dim, rows), rest, numbers)
+    return views.remember(t, index, getitem(views.take(t, dim, rows), rest, numbers, views))
 
 
-def setitem(t: torch.Tensor, index: Any, value: Any, numbers: Numbers) -> None:
+def setitem(t: torch.Tensor, index: Any, value: Any, numbers: Numbers, views: RowViews) -> None:
     """`t[index] = value`."""
+    if views.is_written_back(t, index, value):
+        return
     found = _first_unknown(t, index, numbers)
     if found is None:
         t[index] = value
         return
     dim, rows, rest = found
     part = t.index_select(dim, rows)
-    setitem(part, rest, value, numbers)
+    setitem(part, rest, value, numbers, views)
     t.index_copy_(dim, rows, part)
 
 

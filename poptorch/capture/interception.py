@@ -23,6 +23,7 @@ from poptorch.capture.preserved_functions import (
     with_masks_of_bools,
     with_plain_sizes,
 )
+from poptorch.capture.row_views import RowViews
 from poptorch.capture.torch_private import (
     TorchDispatchMode,
     in_transform,
@@ -51,6 +52,7 @@ class FunctionInterceptor(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self._tracer = tracer
+        self.row_views = RowViews(tracer.recorder)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer = self._tracer
@@ -63,8 +65,12 @@ class FunctionInterceptor(TorchFunctionMode):
         if func in LIKE_ANOTHER:
             others = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.Tensor)]
             moves |= any(tracer.to_model(other) == IPU for other in others)
+        if not tracer.is_suspended:
+            self.row_views.refresh(pytree.tree_leaves((args, kwargs)))
         with tracer.making(args, kwargs):
             results = self._function(func, args, kwargs)
+        if not tracer.is_suspended:
+            self.row_views.write_back()
         return pytree.tree_map_only(torch.Tensor, tracer.on_device, results) if moves else results
 
     def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -78,9 +84,9 @@ class FunctionInterceptor(TorchFunctionMode):
             if func is torch.Tensor.requires_grad_ or func == torch.Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
                 tracer.recorder.track(*args, **kwargs)
             if func is torch.Tensor.__getitem__:
-                return getitem(args[0], args[1], tracer)
+                return getitem(args[0], args[1], tracer, self.row_views)
             if func is torch.Tensor.__setitem__:
-                return setitem(args[0], args[1], args[2], tracer)
+                return setitem(args[0], args[1], args[2], tracer, self.row_views)
             if func is torch.nn.functional.one_hot:
                 tracer.check_classes(*args, **kwargs)
             if func in _DIFFERENTIATING or func is _MAKE_DUAL:

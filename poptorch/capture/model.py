@@ -186,6 +186,7 @@ def _capture(tracer: Tracer, asked: _Request) -> Captured:
             result = asked.forward(list(inputs))
         changed = {name: was for name, was in attributes.counting().items() if f"model.{name}" not in on_host.apart}
         returned = asked.flatten(result)
+        tracer.function_interceptor.row_views.refresh(returned)
         leaves = [recorder.value_of(t) for t in returned]
         ends = [recorder.value_of(t) for t in inputs]
         state_ends = {key: recorder.value_of(t) for key, t in fakes.items()}

@@ -30,7 +30,7 @@ from poptorch.capture.stand_ins import StandIn
 from poptorch.capture.storages import TensorStorage, TensorView
 from poptorch.capture.tensor_layout import TensorLayout, offsets_of, views_between
 from poptorch.capture.torch_private import FakeTensor, become, forget_history, storage_key, without_modes
-from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, with_values
+from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, detached, with_leaf, with_values
 from poptorch.errors import createPoptorchError
 from poptorch.placement.capture_context import CaptureContext
 from popxl.extend.source import SourceLocation
@@ -108,6 +108,12 @@ class Recorder:
             tracked.value, tracked.version = value, tracked.storage.version
         return value
 
+    def state_of(self, t: torch.Tensor) -> tuple[TensorStorage, int]:
+        """Storage of a tensor, and the version of its contents."""
+        self.value_of(t)  # makes it known
+        storage = self._views[id(t)].storage
+        return storage, storage.version
+
     def is_constant(self, t: torch.Tensor) -> bool:
         """Whether current contents of a tensor are constant across runs, independent of buffers."""
         return self.value_of(t).is_constant
@@ -170,7 +176,7 @@ class Recorder:
         if any(view.repeats for view in lens):  # on the way back the old copies would come after the new number
             is_detached = any(view.op == "aten.detach" for view in lens)
             lens = (
-                *[_detached(storage.value)] * is_detached,
+                *[detached(storage.value)] * is_detached,
                 *views_between(storage.layout, TensorLayout.from_tensor(t)),
             )
         content = value
@@ -193,7 +199,7 @@ class Recorder:
         self._introduce(t, self._with_history_of(before, content))
 
     def _with_history_of(self, before: Value, content: Value) -> Value:
-        node = self.node("poptorch.put", "", {"base": before, "content": content, "view": _detached(content)})
+        node = self.node("poptorch.put", "", {"base": before, "content": content, "view": detached(content)})
         return self.result(node, content.shape, content.dtype)
 
     def _check_own(self, t: torch.Tensor, value: Value) -> None:
@@ -220,7 +226,7 @@ class Recorder:
         """Value of a storage, followed by results of each view in a lens."""
         values = [self.frames.capture(storage.value)]
         for view in lens:
-            node = self.node(view.op, view.overload, _replaced(view.arguments, LOOKED_AT, values[-1]))
+            node = self.node(view.op, view.overload, with_leaf(view.arguments, LOOKED_AT, values[-1]))
             results = [self.result(node, shape, view.dtype) for shape in view.shapes]
             values.append(results[view.result])
         return values
@@ -379,7 +385,7 @@ class Recorder:
         if looked_at is None:
             return False
         base = self._views[id(looked_at)]
-        place = _replaced(dict(arguments), looked_at, LOOKED_AT)
+        place = with_leaf(dict(arguments), looked_at, LOOKED_AT)
         shapes = tuple(tuple(t.shape) for t in results)
         # Functions that make tensors (`torch.zeros`) end with a `detach`. Later on gradients may well flow through
         # these.
@@ -487,11 +493,3 @@ class Recorder:
     def _is_constant(self, tracked: TensorView) -> bool:
         """Whether tensor contents are known, and do not belong to a loop body."""
         return all(self.frames.owns(v) and v.is_constant for v in (tracked.value, tracked.storage.value))
-
-
-def _detached(value: Value) -> View:
-    return View("aten.detach", "default", {"input": LOOKED_AT}, (value.shape,), value.dtype)
-
-
-def _replaced(arguments: Any, one: Any, by: Any) -> Any:
-    return pytree.tree_map(lambda leaf: by if leaf is one else leaf, arguments)

@@ -200,3 +200,13 @@ def values_in(arguments: Any) -> Iterator[Value]:
 def with_values(arguments: Any, change: Callable[[Value], Any]) -> Any:
     """Arguments with each value replaced."""
     return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Value) else leaf, arguments)
+
+
+def with_leaf(arguments: Any, one: Any, by: Any) -> Any:
+    """Arguments with one leaf replaced."""
+    return pytree.tree_map(lambda leaf: by if leaf is one else leaf, arguments)
+
+
+def detached(value: Value) -> View:
+    """View of a whole value, through which no gradients flow."""
+    return View("aten.detach", "default", {"input": LOOKED_AT}, (value.shape,), value.dtype)

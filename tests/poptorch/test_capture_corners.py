@@ -491,6 +491,61 @@ def test_rows_that_a_tensor_says(function: Function) -> None:
     _agrees(function, _input(2, 3, 4), torch.tensor(1), torch.tensor(-1))
 
 
+def _written_through_rows(x: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> Any:
+    y, k = x.clone(), i.clone()
+    row, rows, old = y[k], y[..., j : j + 1], y[0, k]
+    k.zero_()  # after it has been read
+    row.add_(3)
+    row[1:].zero_()
+    rows[:, 1].fill_(5)
+    y[i][j].mul_(2)
+    x[:, j].copy_(y[:, i])
+    torch.add(y[i, 0], 1, out=y[0, j])
+    y[i, ::2] += old.sum()
+    y[1] *= -1
+    return y, row, rows, old
+
+
+def test_writes_through_rows_that_a_tensor_says() -> None:
+    _agrees(_written_through_rows, _input(2, 3, 4), torch.tensor(1), torch.tensor(2))
+
+
+class _Bank(torch.nn.Module):
+    """A bank of features, one row of which each call replaces, and one of which it lowers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = torch.nn.Linear(3, 4)
+        self.register_buffer("bank", torch.zeros(5, 4))
+        self.register_buffer("row", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features, scores = self.features(x), torch.zeros(5, 4)
+        scores[self.row].copy_(features[0])
+        scores[self.row - 1].sub_(features[1])
+        with torch.no_grad():
+            self.bank[self.row].copy_(features[1])
+            self.bank[-self.row].mul_(0.5)
+            self.row.add_(1).remainder_(5)
+        loss = F.mse_loss(scores * torch.arange(5.0)[:, None], self.bank)
+        return scores, loss
+
+
+def test_training_through_rows_that_a_tensor_says() -> None:
+    torch.manual_seed(0)
+    wrapped = _Bank()
+    eager = copy.deepcopy(wrapped)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
+    training = poptorch.trainingModel(wrapped, optimizer=torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    for x in _input(4, 2, 3):
+        optimizer.zero_grad()
+        scores, loss = eager(x)
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(training(x), (scores.detach(), loss.detach()))
+    torch.testing.assert_close(dict(wrapped.state_dict()), dict(eager.state_dict()), check_dtype=False)
+
+
 # Gradients within `forward`, and functions that are transformed -------------------------------------------------------
 
 

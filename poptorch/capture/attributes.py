@@ -26,7 +26,7 @@ class Attributes:
     `poptorch.capture.host_state` undoes changes of their contents during a capture.
 
     Attributes:
-        training: whether the module was in `train()` mode; `None` without a module.
+        training: whether the module was in `train()` mode.
 
     Raises:
         Error: for modules of `torch.jit`, which have no such attributes, also as submodules.
@@ -41,8 +41,8 @@ class Attributes:
         True
     """
 
-    def __init__(self, module: torch.nn.Module | None) -> None:
-        paths = {} if module is None else {each: path for path, each in torch.nn.Module.named_modules(module)}
+    def __init__(self, module: torch.nn.Module) -> None:
+        paths = {each: path for path, each in torch.nn.Module.named_modules(module)}
         modules = list(paths)
         for each in modules:
             if isinstance(each, torch.jit.ScriptModule):
@@ -56,7 +56,7 @@ class Attributes:
 
     def _take(self, values: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         self._values = values
-        self.training: bool | None = values[0][1]["training"] if values else None
+        self.training: bool = values[0][1]["training"]
         self._numbers = [
             (path, now, numbers)
             for path, (now, then) in zip(self._paths, values, strict=True)
@@ -155,7 +155,7 @@ def noting() -> Iterator[list[tuple[torch.nn.Module, str]]]:
 
 @contextmanager
 def not_rebound(
-    module: torch.nn.Module | None, is_made: Callable[[str, torch.Tensor], bool] = lambda name, t: False
+    module: torch.nn.Module, is_made: Callable[[str, torch.Tensor], bool] = lambda name, t: False
 ) -> Iterator[None]:
     """Check that a block leaves every parameter and buffer in place, and restore them in any case.
 
@@ -176,7 +176,7 @@ def not_rebound(
         ...     y = module(torch.ones(2))
     """
     places = []
-    modules = {} if module is None else {each: path for path, each in torch.nn.Module.named_modules(module)}
+    modules = {each: path for path, each in torch.nn.Module.named_modules(module)}
     children = [(each._modules, dict(each._modules)) for each in modules]
     for each, path in modules.items():
         for kind, tensors in (("Parameter", each._parameters), ("Buffer", each._buffers)):
@@ -192,7 +192,7 @@ def not_rebound(
                 if not is_there and not may_change:
                     raise _rebound(kind, prefix + name, name in tensors, tensor is None)
         known = {prefix + name for _, prefix, _, _, before in places for name in before}
-        for name, t in () if module is None else torch.nn.Module.named_parameters(module):
+        for name, t in torch.nn.Module.named_parameters(module):
             if name not in known and not is_made(name, t):
                 raise _made_late("Parameter", name, "not there")
     finally:

@@ -70,14 +70,14 @@ class CapturedConstant:
 
 
 def locate_constant(
-    t: torch.Tensor, numbers: torch.Tensor, module: torch.nn.Module | None, frame: FrameType | None
+    t: torch.Tensor, numbers: torch.Tensor, module: torch.nn.Module, frame: FrameType | None
 ) -> CapturedConstant | None:
     """Locate a tensor among user objects; `None` if unreachable, such as an op's intermediate result.
 
     It is searched in the captured module, then in the closures of the functions that are running,
     then in their own variables.
     """
-    own: set[int] = set() if module is None else {id(each) for each in torch.nn.Module.modules(module)}
+    own = {id(each) for each in torch.nn.Module.modules(module)}
     around: list[_Part] = []
     variables: list[_Part] = []
     while frame is not None and frame.f_code.co_name != "_capture":  # the names of callers of the model do not matter
@@ -87,8 +87,7 @@ def locate_constant(
             around += [(names, name, names[name], name) for name in code.co_names if name in names]
             variables += [(None, name, value, name) for name, value in variables_here.items()]
         frame = frame.f_back
-    of_module: list[_Part] = [] if module is None else [(None, "", module, "model")]
-    for roots in (of_module, around, variables):
+    for roots in ([(None, "", module, "model")], around, variables):
         if (place := _locate(t, roots, own)) is not None:
             (holder, key, _, text), is_own = place
             return CapturedConstant(text, is_own, holder, key, weakref.ref(t), numbers, _version(t))

@@ -14,7 +14,7 @@ from poptorch.capture.torch_private import without_modes
 from poptorch.capture.tracer import Tracer
 
 
-def hooks_of(module: torch.nn.Module | None, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def hooks_of(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """Descriptions of gradient hooks on a module and its parameters; global module hooks are included."""
     private = torch.nn.modules.module
     if private._global_backward_hooks or private._global_backward_pre_hooks:
@@ -22,7 +22,7 @@ def hooks_of(module: torch.nn.Module | None, state: Mapping[str, torch.Tensor]) 
     for name, t in state.items():
         if t._backward_hooks or t.is_leaf and t._post_accumulate_grad_hooks:
             yield f"The parameter {name}"
-    for path, each in torch.nn.Module.named_modules(module) if module is not None else ():
+    for path, each in torch.nn.Module.named_modules(module):
         if each._backward_hooks or each._backward_pre_hooks:
             yield f"The module {path or type(each).__name__}"
 

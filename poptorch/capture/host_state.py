@@ -119,9 +119,7 @@ class HostState:
         []
     """
 
-    def __init__(
-        self, module: torch.nn.Module | None, function: Callable[..., Any] | None, around: bool = True
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, function: Callable[..., Any] | None, around: bool = True) -> None:
         self.places: list[HolderSnapshot] = []
         self._around = around
         self.apart: set[str] = set()
@@ -129,7 +127,7 @@ class HostState:
         self._codes: dict[CodeType, None] = {}
         self._globals: dict[int, dict[str, Any]] = {}
         self._waiting: deque[tuple[str, Any, bool]] = deque()
-        modules = {} if module is None else {each: path for path, each in torch.nn.Module.named_modules(module)}
+        modules = {each: path for path, each in torch.nn.Module.named_modules(module)}
         for each, path in modules.items():
             self._visited.add(id(each))
             self._add_namespace(f"model.{path}" if path else "model", attributes(each), without=_OF_MODULES)

@@ -6,14 +6,13 @@ line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from poptorch.base.host_numbers import HostNumbers
 from poptorch.capture.attributes import Attributes, not_rebound
@@ -23,12 +22,11 @@ from poptorch.capture.counters import Tape, recording_number_functions
 from poptorch.capture.derivatives import Application, derive, deriving
 from poptorch.capture.devices import named_as_cpus
 from poptorch.capture.gradient_hooks import hooks_of, recording_hooks
-from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.host_state import HostState
 from poptorch.capture.modules import around_forward, averaging, recurrent_in_any_dtype
 from poptorch.capture.recorder import Recorder
+from poptorch.capture.request import CaptureRequest
 from poptorch.capture.seeding import seeding
-from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.capture.torch_private import (
     UNREADABLE,
     DynamicOutputShapeException,
@@ -87,74 +85,23 @@ class Captured:
     shown: dict[str, str] = field(default_factory=dict)
 
 
-def capture(
-    forward: Callable[[list[torch.Tensor]], Any],
-    places: Sequence[TensorLayout],
-    module: torch.nn.Module | None,
-    *,
-    ambient: CaptureContext,
-    lowered: Callable[[str, str], bool],
-    flatten: Callable[[Any], list[torch.Tensor]] = lambda result: _tensors_in(result),
-    grouped: Collection[str] = (),
-    excludes: Sequence[str] = (),
-    with_scopes: bool = True,
-    breaks: GraphBreaks | None = None,
-    derives: bool = False,
-    function: Callable[..., Any] | None = None,
-    tape: Tape | None = None,
-) -> Captured:
+def capture(asked: CaptureRequest) -> Captured:
     """Trace a function by running it on fake tensors.
 
     One that has PyTorch make gradients runs twice: the second time all is written down op by op, of which PyTorch knows
     the derivatives.
 
-    Args:
-        forward: the function, of a list of tensors.
-        places: shapes, dtypes and memory layouts of the tensors that it takes.
-        module: module whose parameters and buffers it uses, if any. Afterwards it is unchanged.
-        lowered: predicate for the name and overload of an op: whether there is a lowering.
-        flatten: function that returns the tensors in its result.
-        grouped: names of parameters of which `forward` sees the first row.
-        excludes: files that no user wants to be pointed to.
-        with_scopes: whether ops record the path of the module that runs them.
-        breaks: graph breaks, with the numbers of the inputs; records where the program has to end for the host to look.
-        function: the user's function that runs, if it is not a module.
-        tape: tape of the arithmetic on numbers that the module changes; see `poptorch.capture.counters`.
-
     Raises:
         poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them, without `breaks`.
     """
-
-    asked = _Request(forward, places, module, flatten, grouped, with_scopes, breaks, derives, function, tape)
-
-    def once(preserves: bool) -> Captured:
-        return _capture(
-            Tracer(ambient, lowered, excludes, preserves, module, breaks, has_counters=tape is not None), asked
-        )
-
     try:
-        return once(preserves=True)
+        return _capture(Tracer(asked, preserves=True), asked)
     except RetryWithoutPreserving:
-        vars(ambient).update(vars(CaptureContext(ambient._strategy)))  # blocks are numbered again
-    return once(preserves=False)
+        vars(asked.ambient).update(vars(CaptureContext(asked.ambient._strategy)))  # blocks are numbered again
+    return _capture(Tracer(asked, preserves=False), asked)
 
 
-class _Request(NamedTuple):
-    """Arguments of `capture`, except for those of its tracer."""
-
-    forward: Callable[[list[torch.Tensor]], Any]
-    places: Sequence[TensorLayout]
-    module: torch.nn.Module | None
-    flatten: Callable[[Any], list[torch.Tensor]]
-    grouped: Collection[str]
-    with_scopes: bool
-    breaks: GraphBreaks | None
-    derives: bool
-    function: Callable[..., Any] | None
-    tape: Tape | None
-
-
-def _capture(tracer: Tracer, asked: _Request) -> Captured:
+def _capture(tracer: Tracer, asked: CaptureRequest) -> Captured:
     """Implementation of `capture`. Context managers around `forward` restore the module and changed host objects."""
     module, breaks, tape = asked.module, asked.breaks, asked.tape
     recorder = tracer.recorder
@@ -175,7 +122,7 @@ def _capture(tracer: Tracer, asked: _Request) -> Captured:
     with (
         recorder.leaving_numbers(),
         _cleared(fakes, inputs),  # unreferenced tensors are gone before that
-        _fake_module(tracer, module, fakes, attributes, asked.function, asked.with_scopes) as on_host,
+        _fake_module(tracer, asked, fakes, attributes) as on_host,
         not_rebound(module, is_constant_state),
         _patches(tracer),
         _derivatives(tracer, asked.derives) as applications,
@@ -193,7 +140,7 @@ def _capture(tracer: Tracer, asked: _Request) -> Captured:
         _check_buffers(recorder, state, fakes, state_values, state_ends)
         recorder.trace.outputs = leaves
         carried = dict(on_host.changes(recorder.is_of_run))
-        if tape is not None and module is not None:
+        if tape is not None:
             _remove_counters(module, tape, changed)
         carried |= {text: on_host.line_of(text) for text in recorder.overwritten()}
         recorder.resolve_requires_grad()
@@ -231,24 +178,17 @@ def _state_inputs(
 
 @contextmanager
 def _fake_module(
-    tracer: Tracer,
-    module: torch.nn.Module | None,
-    fakes: dict[str, torch.Tensor],
-    attributes: Attributes,
-    function: Callable[..., Any] | None,
-    with_scopes: bool,
+    tracer: Tracer, asked: CaptureRequest, fakes: dict[str, torch.Tensor], attributes: Attributes
 ) -> Iterator[HostState]:
     """Give the module fake tensors for a block; afterwards restore it, and the host objects that `forward` changes."""
     with ExitStack() as stack:
-        if module is not None:
-            stack.enter_context(attributes.restored())
-        tracer.host_state = stack.enter_context(HostState(module, function).restored())
-        if module is not None:
-            stack.enter_context(with_tensors(module, fakes))
-            stack.enter_context(averaging())
-            stack.enter_context(recurrent_in_any_dtype())
-            if with_scopes:
-                stack.enter_context(_scopes(module, tracer.recorder.scopes))
+        stack.enter_context(attributes.restored())
+        tracer.host_state = stack.enter_context(HostState(asked.module, asked.function).restored())
+        stack.enter_context(with_tensors(asked.module, fakes))
+        stack.enter_context(averaging())
+        stack.enter_context(recurrent_in_any_dtype())
+        if asked.with_scopes:
+            stack.enter_context(_scopes(asked.module, tracer.recorder.scopes))
         yield tracer.host_state
 
 
@@ -281,9 +221,9 @@ def _derive(tracer: Tracer, applications: Iterable[Application], has_breaks: boo
 
 
 @contextmanager
-def _counters(module: torch.nn.Module | None, tape: Tape | None, host: HostState) -> Iterator[None]:
+def _counters(module: torch.nn.Module, tape: Tape | None, host: HostState) -> Iterator[None]:
     """Record the arithmetic on the tape's numbers in a block, with counters in place of them."""
-    if tape is None or module is None:
+    if tape is None:
         yield
         return
     with recording_number_functions(host.namespaces):
@@ -408,17 +348,13 @@ def _unreadable(problem: Exception) -> str:
     return CANNOT_READ
 
 
-def _tensors_in(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-
 def _first_row(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach()[0].requires_grad_(parameter.requires_grad)
 
 
-def _tensors_of(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, then buffers, by name: tied tensors under every name, tensors of shared modules under their first."""
-    modules = dict(torch.nn.Module.named_modules(module)) if module is not None else {}
+    modules = dict(torch.nn.Module.named_modules(module))
     for kind in ("_parameters", "_buffers"):
         for path, each in modules.items():
             for name, t in getattr(each, kind).items():

@@ -58,8 +58,8 @@ class Recorder:
     def __init__(
         self,
         ambient: CaptureContext,
+        module: torch.nn.Module,
         excludes: Sequence[str] = (),
-        module: torch.nn.Module | None = None,
     ) -> None:
         self.scopes: list[str] = []
         self.host = HostTensors()

@@ -19,7 +19,6 @@ from poptorch.capture.autocast import NARROWED, autocast_dtype, narrowed
 from poptorch.capture.captured_constants import is_users
 from poptorch.capture.decompositions import sequential_update
 from poptorch.capture.devices import HOST, IPU
-from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.host_draws import HostDraws
 from poptorch.capture.host_state import HostState
 from poptorch.capture.indexing import index_by_masks, is_mixed, masks_to_indices
@@ -30,6 +29,7 @@ from poptorch.capture.preserved_functions import (
     PreservedFunction,
 )
 from poptorch.capture.recorder import Recorder
+from poptorch.capture.request import CaptureRequest
 from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.capture.torch_private import (
     NORMS,
@@ -47,7 +47,6 @@ from poptorch.capture.torch_private import (
 )
 from poptorch.capture.trace import Trace
 from poptorch.errors import createPoptorchError
-from poptorch.placement.capture_context import CaptureContext
 
 _OVERWRITING = frozenset(
     f"aten.{name}_"
@@ -79,25 +78,15 @@ class Tracer:
         host_state: state of the host before `forward`; `None` outside of `capture`.
     """
 
-    def __init__(
-        self,
-        ambient: CaptureContext,
-        lowered: Callable[[str, str], bool],
-        excludes: Sequence[str],
-        preserves: bool = True,
-        module: torch.nn.Module | None = None,
-        breaks: GraphBreaks | None = None,
-        has_counters: bool = False,
-    ) -> None:
-        self._breaks = breaks
-        self.has_counters = has_counters
-        self.recorder = Recorder(ambient, excludes, module)
+    def __init__(self, asked: CaptureRequest, preserves: bool) -> None:
+        self._breaks, self._lowered = asked.breaks, asked.lowered
+        self.has_counters = asked.tape is not None
+        self.recorder = Recorder(asked.ambient, asked.module, asked.excludes)
         self.hooks: list[str] = []
         self.host_state: HostState | None = None
         self._preserves = preserves
         self._has_preserved = False
         self.differentiates = not preserves
-        self._lowered = lowered
         self.is_suspended = False
         self.generator: torch.Generator | None = None
         self._host_draws = HostDraws(self)

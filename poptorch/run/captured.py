@@ -22,6 +22,7 @@ from poptorch.capture.host_function import HostFunction
 from poptorch.capture.host_state import HostState
 from poptorch.capture.model import Captured, capture
 from poptorch.capture.number_inputs import merge_captures
+from poptorch.capture.request import CaptureRequest
 from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.capture.trace import Data, Node, Trace, Value, with_values
 from poptorch.errors import createPoptorchError
@@ -119,11 +120,11 @@ class ModelCapture:
             return result, changed
 
         with substituting(), capturing(options.execution_strategy) as ambient:
-            captured = capture(
+            asked = CaptureRequest(
                 forward,
                 layouts,
                 model.module,
-                ambient=ambient,
+                ambient,
                 lowered=has_lowering,
                 flatten=lambda returned: answers[0].tensors(returned),
                 grouped=list(model.grouped),
@@ -131,9 +132,10 @@ class ModelCapture:
                 with_scopes=options.module_namescope_enabled,
                 breaks=breaks,
                 derives=self.training,
-                function=model.call if model.module is None else None,
+                function=model.call,
                 tape=tape,
             )
+            captured = capture(asked)
         _warn_of_arguments(overwritten, model)
         return captured, answers[0], ambient
 
@@ -204,9 +206,9 @@ _warned: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyD
 """Warnings given, by module."""
 
 
-def _warn_of_carried(captured: Captured, module: torch.nn.Module | None) -> None:
+def _warn_of_carried(captured: Captured, module: torch.nn.Module) -> None:
     """Warn, once per item, about host state changed by `forward`."""
-    warned = set() if module is None else _warned.setdefault(module, set())
+    warned = _warned.setdefault(module, set())
     for text, line in captured.shown.items():
         if f"text of {text}" not in warned:
             warned.add(f"text of {text}")
@@ -232,11 +234,11 @@ def _warn_of_carried(captured: Captured, module: torch.nn.Module | None) -> None
 def _warn_of_arguments(names: Sequence[str], model: HostModel) -> None:
     """Warn, once per name, about arguments whose lists and dictionaries `forward` changes."""
     module = model.module
-    warned = set() if module is None else _warned.setdefault(module, set())
+    warned = _warned.setdefault(module, set())
     for name in names:
         if f"argument {name}" not in warned:
             warned.add(f"argument {name}")
-            line = HostState(module, model.call if module is None else None).line_of(name)
+            line = HostState(module, model.call).line_of(name)
             logger.warning(
                 "`forward` changes its argument `%s`%s. It has a copy of the lists and dictionaries among its "
                 "arguments: the caller's stay as they were. Return what you need; tensors may be written to, and "

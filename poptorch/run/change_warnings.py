@@ -21,8 +21,7 @@ class ChangeWarnings:
 
     def track(self) -> None:
         """Compare later states of the module with its current one."""
-        if self._host.module is not None:
-            self._changes = HostChanges(self._host.module)
+        self._changes = HostChanges(self._host.module)
 
     def warn(self, compiled: Compiled | BrokenGraph, attributes: Attributes) -> None:
         """Warn about changes since the module was compiled.
@@ -32,8 +31,6 @@ class ChangeWarnings:
             attributes: the module's attributes at compilation.
         """
         module = self._host.module
-        if module is None:
-            return
         if "mode" not in self._warned and module.training is self._training is not attributes.training:
             here, there = ("train", "eval") if self._training else ("eval", "train")
             self._warn_once(

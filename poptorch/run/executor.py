@@ -187,7 +187,7 @@ class PoplarExecutor(ProgramInspection):
             tensor([3., 3.])
         """
         module, loop = self._host.module, getattr(self._user_model, "generate", None)
-        if module is None or module is not self._user_model or not callable(loop):
+        if module is not self._user_model or not callable(loop):
             raise createPoptorchError(
                 f"generate: {type(self._user_model).__name__} has no `generate`. Wrap a module that has one, such as "
                 "those of transformers whose names end with `ForCausalLM`."

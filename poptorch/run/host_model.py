@@ -24,14 +24,14 @@ class HostModel:
     """A model on the host.
 
     Args:
-        call: the model: a module, or a function, which has no weights.
+        call: the model: a module or a function.
 
     Raises:
         poptorch.Error: for modules of `torch.jit`, also as submodules.
 
     Attributes:
         call: function to call.
-        module: the model, if it is a module.
+        module: the model; for a function, an empty module.
         attributes: current attributes of the module, and those set in `setting`.
         grouped: parameters with a value for each group of replicas, by name.
         warned: warnings given about host tensors in it.
@@ -39,7 +39,7 @@ class HostModel:
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
-        self.module = call if isinstance(call, torch.nn.Module) else None
+        self.module = call if isinstance(call, torch.nn.Module) else torch.nn.Module()
         self.attributes = Attributes(self.module)
         self._reached: list[torch.nn.Module] = []
         self.grouped: dict[str, GroupedParameter] = {}
@@ -48,7 +48,7 @@ class HostModel:
     @property
     def forward(self) -> Callable[..., Any]:
         """The function that call arguments bind to."""
-        return self.call if self.module is None else self.module.forward
+        return self.module.forward if self.call is self.module else self.call
 
     @contextmanager
     def setting(self) -> Iterator[None]:
@@ -84,7 +84,7 @@ class HostModel:
     def _holding(self, name: str) -> Iterator[tuple[torch.nn.Module, str]]:
         """Find the module and attribute name for a number's path."""
         path, _, key = name.rpartition(".")
-        for at, module in () if self.module is None else torch.nn.Module.named_modules(self.module):
+        for at, module in torch.nn.Module.named_modules(self.module):
             if at == path and type(vars(module).get(key)) in CARRIED_TYPES:
                 yield module, key
 
@@ -94,8 +94,6 @@ class HostModel:
 
     def structure(self) -> tuple[tuple[str, Any], ...]:
         """Model structure that a program depends on: modules, parameter and buffer names (first names of tied ones)."""
-        if self.module is None:
-            return ()
         modules, first = dict(torch.nn.Module.named_modules(self.module)), dict[int, str]()
         tensors = {f"{path}.{name}": t for path, each in modules.items() for name, t in _own_tensors(each)}
         return (
@@ -113,7 +111,7 @@ class HostModel:
 
     def check_buffers(self, names: Iterable[str]) -> None:
         """Raise an `Error` if a buffer named in the options is missing."""
-        buffers = {} if self.module is None else dict(torch.nn.Module.named_buffers(self.module))
+        buffers = dict(torch.nn.Module.named_buffers(self.module))
         if unknown := [name for name in names if name not in buffers]:
             raise createPoptorchError(
                 f"updatableNamedBuffers: the model has no buffers named {', '.join(unknown)}; it has "

@@ -29,7 +29,7 @@ class HostWrites:
         ['bias']
     """
 
-    def __init__(self, module: torch.nn.Module | None) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._tensors: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
@@ -81,8 +81,8 @@ def _without(known: Mapping[str, _Known], names: Collection[str]) -> dict[str, _
     return {name: each for name, each in known.items() if name not in names}
 
 
-def _holders(module: torch.nn.Module | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _holders(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     """Dictionaries containing parameters, buffers and modules, each with its name prefix."""
-    for path, each in () if module is None else torch.nn.Module.named_modules(module):
+    for path, each in torch.nn.Module.named_modules(module):
         for holder in (each._parameters, each._buffers, each._modules):
             yield f"{path}." if path else "", holder

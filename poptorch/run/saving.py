@@ -212,7 +212,7 @@ def save(
     filename: str | os.PathLike[str],
     compiled: Compiled,
     options: Options,
-    module: torch.nn.Module | None,
+    module: torch.nn.Module,
     grouped: Mapping[str, GroupedParameter],
     trainer: Trainer | None,
     export_model: bool,
@@ -282,9 +282,7 @@ def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
     return call, tensors
 
 
-def _model(module: torch.nn.Module | None, optimizer: OptimizerData | None) -> _SavedModel:
-    if module is None:
-        return _SavedModel(training=True, tensors={}, optimizer=optimizer)
+def _model(module: torch.nn.Module, optimizer: OptimizerData | None) -> _SavedModel:
     first = {id(t): name for name, t in weight_values.tensors_of(module).items()}
     parameters = torch.nn.Module.named_parameters(module, remove_duplicate=False)
     buffers = torch.nn.Module.named_buffers(module, remove_duplicate=False)
@@ -416,7 +414,7 @@ class Saved:
         data = self._about.model.optimizer
         return None if data is None else data.make(weight_values.tensors_of(module))
 
-    def check(self, module: torch.nn.Module | None, training: bool) -> None:
+    def check(self, module: torch.nn.Module, training: bool) -> None:
         """Raise an `Error` for an incompatible module."""
         if training != self.training:
             kinds = {True: "training", False: "inference"}
@@ -430,7 +428,7 @@ class Saved:
                 f"{', '.join(have) or 'no parameters'}."
             )
 
-    def prepare(self, trainer: Trainer, module: torch.nn.Module | None, options: Options) -> None:
+    def prepare(self, trainer: Trainer, module: torch.nn.Module, options: Options) -> None:
         """Prepare a trainer using the saved optimiser settings."""
         assert self._about.optimizer is not None
         parameters = weight_values.tensors_of(module)

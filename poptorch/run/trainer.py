@@ -411,9 +411,9 @@ class Trainer:
         return torch.tensor(numbers["lossScaling_FLOAT"] * state[LOSS_SCALE_FACTOR].item())
 
 
-def default_optimizer(module: torch.nn.Module | None) -> torch.optim.Optimizer:
+def default_optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
     """Default optimiser for training a model."""
-    parameters = list(module.parameters()) if module is not None else []
+    parameters = list(module.parameters())
     return optim.SGD(parameters or [torch.nn.Parameter(torch.zeros(()))], lr=0.01)  # torch wants one at least
 
 

@@ -18,14 +18,12 @@ from poptorch.errors import createPoptorchError
 Groupings = Mapping[str, GroupedParameter]
 
 
-def tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A module's parameters, then its buffers, by name; tied tensors appear once, under their first name.
 
     Raises:
         Error: if a buffer is not a tensor.
     """
-    if module is None:
-        return {}
     found: dict[str, Any] = dict(torch.nn.Module.named_parameters(module))
     found |= torch.nn.Module.named_buffers(module)
     for name, value in found.items():
@@ -63,7 +61,7 @@ def check_apart(tensors: Mapping[str, torch.Tensor], written: Container[str]) ->
 
 
 def read_host_values(
-    module: torch.nn.Module | None, groupings: Groupings | None = None, names: Iterable[str] | None = None
+    module: torch.nn.Module, groupings: Groupings | None = None, names: Iterable[str] | None = None
 ) -> dict[str, np.ndarray]:
     """Host values in device format: data for `popxl.variable`s. Arrays may share memory with tensors.
 
@@ -82,7 +80,7 @@ def read_host_values(
     return {name: g.to_device(array) if (g := (groupings or {}).get(name)) else array for name, array in arrays.items()}
 
 
-def write(module: torch.nn.Module | None, arrays: Mapping[str, np.ndarray], groupings: Groupings | None = None) -> None:
+def write(module: torch.nn.Module, arrays: Mapping[str, np.ndarray], groupings: Groupings | None = None) -> None:
     """Overwrite parameters and buffers in place with device values. All values are checked before any write.
 
     Args:

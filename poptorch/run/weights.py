@@ -32,7 +32,7 @@ class LazyWeights:
 
     Args:
         module: module to instrument. It and the tensors that the device changes get other classes, of the same types
-            for `isinstance`; copies and pickles of them have their original classes. `None` is a model without weights.
+            for `isinstance`; copies and pickles of them have their original classes.
         fetch: function that returns the device's changed values by name, in the shapes that `write` takes. A bound
             method does not keep its object alive.
         groupings: the parameters with a value for each group of replicas; looked at when values are transferred.
@@ -62,7 +62,7 @@ class LazyWeights:
 
     def __init__(
         self,
-        module: torch.nn.Module | None,
+        module: torch.nn.Module,
         fetch: Callable[[], Mapping[str, np.ndarray]],
         groupings: Groupings | None = None,
         changed: Container[str] | None = None,
@@ -82,7 +82,7 @@ class LazyWeights:
         self.host = self.device = 0
         self.is_thawed = self.has_given_data = False
         self._has_run = self._has_warned = False
-        modules = [] if module is None else list(torch.nn.Module.modules(module))
+        modules = list(torch.nn.Module.modules(module))
         self._hooks = [hooks for each in modules for hooks in (each._backward_hooks, each._backward_pre_hooks)]
         self._tensor_ids = frozenset(map(id, tensors))
         self._watched: list[Any] = []
@@ -90,8 +90,7 @@ class LazyWeights:
         self._undo.atexit = False
         for tensor in tensors:
             self._watch(tensor, _WatchedTensor)
-        if module is not None:
-            self._watch(module, _WatchedModule)
+        self._watch(module, _WatchedModule)
         _trainings.add(self)
 
     def _of_device(self) -> list[torch.Tensor]:
@@ -242,7 +241,7 @@ class TrainingRegistry:
         (True, False)
     """
 
-    def __init__(self, module: torch.nn.Module | None) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._known_versions: weakref.WeakKeyDictionary[LazyWeights, int] = weakref.WeakKeyDictionary()
         self._has_missed = False

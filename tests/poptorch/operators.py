@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 import popxl
 from poptorch.base.dtypes import device_dtype, from_numpy, to_numpy
 from poptorch.capture.model import capture
+from poptorch.capture.request import CaptureRequest
 from poptorch.capture.trace import Trace, Value
 from poptorch.lowering import Emission, has_lowering
 from poptorch.lowering.emission import spec_of
@@ -185,12 +186,14 @@ def _captured(function: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> t
     module = _Holding(leaves)
     with capturing(PipelinedExecution()) as ambient:
         found = capture(
-            lambda given: function([t.clone() for t in module.tensors()]),
-            [],
-            module,
-            ambient=ambient,
-            lowered=has_lowering,
-            derives=True,
+            CaptureRequest(
+                lambda given: function([t.clone() for t in module.tensors()]),
+                [],
+                module,
+                ambient,
+                has_lowering,
+                derives=True,
+            )
         )
     return found.trace, [found.state[f"t{i}"] for i in range(len(leaves))]
 

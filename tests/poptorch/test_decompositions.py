@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import poptorch
 from poptorch.capture.model import capture
+from poptorch.capture.request import CaptureRequest
 from poptorch.capture.trace import Node
 from poptorch.lowering import has_lowering
 from poptorch.placement.capture_context import capturing
@@ -31,13 +32,10 @@ def _nodes(frozen: bool) -> list[Node]:
             return F.celu(layer.weight)
 
     with capturing(PipelinedExecution()) as ambient:
-        captured = capture(
-            forward,
-            [],
-            layer,
-            ambient=ambient,
-            lowered=lambda op, overload: op != "aten.celu" and has_lowering(op, overload),
+        asked = CaptureRequest(
+            forward, [], layer, ambient, lambda op, overload: op != "aten.celu" and has_lowering(op, overload)
         )
+        captured = capture(asked)
     return captured.trace.nodes
 
 

@@ -76,7 +76,7 @@ def test_tensors_by_name(module):
         *("scale", "first.weight", "first.bias", "second.bias", "norm.weight", "norm.bias"),
         *("steps", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"),
     ]
-    assert tensors_of(None) == {}
+    assert tensors_of(torch.nn.Module()) == {}
 
 
 def test_read_gives_types_of_the_device(module):
@@ -348,7 +348,7 @@ def test_a_module_outlives_its_training(module):
 
 
 def test_a_model_without_weights():
-    training = LazyWeights(None, dict)
+    training = LazyWeights(torch.nn.Module(), dict)
     training.to_host()
     assert training.read_values() == {} and training.host == 1
 
@@ -404,7 +404,7 @@ def test_news_reach_every_wrapper(module, device, training):
     assert not other.have_news() and device.fetched == 0
     assert whole.have_news() and part.have_news() and device.fetched == 1
     training.destroy()
-    assert not whole.have_news() and not TrainingRegistry(None).have_news()
+    assert not whole.have_news() and not TrainingRegistry(torch.nn.Module()).have_news()
 
 
 # Groups of replicas ---------------------------------------------------------------------------------------------------
@@ -512,7 +512,7 @@ def test_attributes_are_those_of_the_time_of_wrapping(module):
         assert module.training and module.norm.training and module.counter == 1 and not hasattr(module, "new")
         module.counter = 1 / 0
     assert not module.training and not module.norm.training and (module.counter, module.new) == (2, 3)
-    with Attributes(None).restored():
+    with Attributes(torch.nn.Module()).restored():
         pass
 
 

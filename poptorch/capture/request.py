@@ -1,0 +1,54 @@
+"""`CaptureRequest`: a function to capture, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from poptorch.capture.counters import Tape
+from poptorch.capture.graph_breaks import GraphBreaks
+from poptorch.capture.tensor_layout import TensorLayout
+from poptorch.placement.capture_context import CaptureContext
+
+
+def _tensors_in(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+@dataclass(frozen=True)
+class CaptureRequest:
+    """A function to capture.
+
+    Attributes:
+        forward: the function, of a list of tensors.
+        places: shapes, dtypes and memory layouts of the tensors that it takes.
+        module: module whose parameters and buffers it uses. Afterwards it is unchanged.
+        ambient: context of ops: the current block and so on.
+        lowered: predicate for the name and overload of an op: whether there is a lowering.
+        flatten: function that returns the tensors in its result.
+        grouped: names of parameters of which `forward` sees the first row.
+        excludes: files that no user wants to be pointed to.
+        with_scopes: whether ops record the path of the module that runs them.
+        breaks: graph breaks, with the numbers of the inputs; records where the program has to end for the host to look.
+        derives: whether the trace is to be differentiated.
+        function: the user's module or function that runs.
+        tape: tape of the arithmetic on numbers that the module changes; see `poptorch.capture.counters`.
+    """
+
+    forward: Callable[[list[torch.Tensor]], Any]
+    places: Sequence[TensorLayout]
+    module: torch.nn.Module
+    ambient: CaptureContext
+    lowered: Callable[[str, str], bool]
+    flatten: Callable[[Any], list[torch.Tensor]] = _tensors_in
+    grouped: Collection[str] = ()
+    excludes: Sequence[str] = ()
+    with_scopes: bool = True
+    breaks: GraphBreaks | None = None
+    derives: bool = False
+    function: Callable[..., Any] | None = None
+    tape: Tape | None = None

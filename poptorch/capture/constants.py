@@ -141,11 +141,11 @@ def _results(node: Node, known: Mapping[Value, torch.Tensor]) -> list[torch.Tens
 
 def _preserved_results(node: Node, given: Mapping[str, Any]) -> list[Any]:
     """Results of a preserved function, followed by tensors that it overwrites."""
-    signatures = {f: inspect.signature(f.like or f.functions[0]) for f in PRESERVED_FUNCTIONS if f.op == node.op}
-    preserved = next(f for f, s in signatures.items() if s.parameters.keys() - {"inplace"} == given.keys())
+    known = ((f, each, f.signature(each)) for f in PRESERVED_FUNCTIONS if f.op == node.op for each in f.functions)
+    preserved, function, signature = next(k for k in known if k[2].parameters.keys() - {"inplace"} == given.keys())
     written = {id(t): t.clone() for t in preserved.writes(given)}
     arguments = pytree.tree_map(lambda leaf: written.get(id(leaf), leaf), dict(given))
-    return [_call_by_name(preserved.functions[0], signatures[preserved], arguments), *written.values()]
+    return [_call_by_name(function, signature, arguments), *written.values()]
 
 
 def _call_by_name(function: Callable[..., Any], signature: inspect.Signature, arguments: dict[str, Any]) -> Any:

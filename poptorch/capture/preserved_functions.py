@@ -24,7 +24,7 @@ class PreservedFunction:
     Attributes:
         op: name of the op: that of the function, after `torch.`.
         functions: all functions with this op.
-        like: a function with the same parameters, for those without a signature.
+        like: a function with the same parameters, for those that take others than Python or the op says.
         writes: function that returns the arguments to overwrite. They follow the results.
         applies: whether to preserve the function, with these arguments.
         shaped_as: a function that gives results of the right shapes and dtypes for the same arguments, by name, where
@@ -40,9 +40,13 @@ class PreservedFunction:
     shaped_as: Callable[..., Any] | None = None
     otherwise: Callable[..., Any] | None = None
 
+    def signature(self, function: Callable[..., Any]) -> inspect.Signature:
+        """Parameters of one of the functions."""
+        return _signature(self.like or function)
+
     def arguments(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any] | None:
         """Named arguments, including defaults; `None` if the function is not preserved with these arguments."""
-        bound = _signature(self.like or function).bind(*args, **kwargs)
+        bound = self.signature(function).bind(*args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
         if isinstance(reduction := given.get("reduction"), int):  # the losses of `torch` itself count them
@@ -50,21 +54,30 @@ class PreservedFunction:
         return given if self.applies(given) else None
 
 
-_signature = cache(inspect.signature)
+@cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Parameters of a function: Python's, or those of the op that a builtin function runs."""
+    try:
+        return inspect.signature(function)
+    except ValueError:  # a builtin function
+        op = getattr(torch.ops.aten, function.__name__)
+    kinds = {False: inspect.Parameter.POSITIONAL_OR_KEYWORD, True: inspect.Parameter.KEYWORD_ONLY}
+    parameters = []
+    for argument in getattr(op, op.overloads()[0])._schema.arguments:
+        default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
+        if argument.name == "reduction" and default is not inspect.Parameter.empty:
+            default = 0  # in Python, whatever the schema says
+        name = "input" if argument.name == "self" else argument.name
+        parameters.append(inspect.Parameter(name, kinds[argument.kwarg_only], default=default))
+    return inspect.Signature(parameters)
 
 
 def _preserve(*functions: Callable[..., Any], **settings: Any) -> PreservedFunction:
     return PreservedFunction(f"torch.{functions[0].__name__}", functions, **settings)
 
 
-def _along_a_dim(
-    function: Callable[..., Any], *others: Callable[..., Any]
-) -> tuple[PreservedFunction, PreservedFunction]:
-    """Preserved forms of a function that needs `dim`, and of its variants."""
-    return (
-        _preserve(function, applies=lambda given: given["dim"] is not None),
-        PreservedFunction(f"torch.{function.__name__}", others, like=lambda input, dim, dtype=None: None),
-    )
+def _has_dim(given: Mapping[str, Any]) -> bool:
+    return given["dim"] is not None
 
 
 def _statistics(given: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -129,36 +142,21 @@ def _shaped_as_linear_cross_entropy(options: Any, **given: Any) -> torch.Tensor:
 
 
 _LOSSES_OF_TORCH = (
-    _preserve(
-        torch.binary_cross_entropy_with_logits,
-        like=lambda input, target, weight=None, pos_weight=None, reduction=0: None,
-    ),
-    _preserve(
-        torch.cosine_embedding_loss,
-        like=lambda input1, input2, target, margin=0.0, reduction=0: None,
-    ),
-    _preserve(torch.hinge_embedding_loss, like=lambda input, target, margin=1.0, reduction=0: None),
-    _preserve(torch.kl_div, like=lambda input, target, reduction=0, *, log_target=False: None),
-    _preserve(torch.margin_ranking_loss, like=lambda input1, input2, target, margin=0.0, reduction=0: None),
-    _preserve(torch.poisson_nll_loss, like=lambda input, target, log_input, full, eps, reduction: None),
-    _preserve(
-        torch.triplet_margin_loss,
-        like=lambda anchor, positive, negative, margin=1.0, p=2.0, eps=1e-6, swap=False, reduction=0: None,
-    ),
-    _preserve(
-        torch.ctc_loss,
-        like=lambda log_probs, targets, input_lengths, target_lengths, blank=0, reduction=0, zero_infinity=False: None,
-        shaped_as=_shaped_as_ctc,
-    ),
+    torch.binary_cross_entropy_with_logits,
+    torch.cosine_embedding_loss,
+    torch.hinge_embedding_loss,
+    torch.kl_div,
+    torch.margin_ranking_loss,
+    torch.poisson_nll_loss,
+    torch.triplet_margin_loss,
 )
 """Losses that `torch` has by the names of `torch.nn.functional`, but with parameters of their own. The reduction is
-a number; in Python it is 0, for none, if it is left out, whatever their schemas say."""
+a number."""
 
 _PRESERVED_LOSSES = (
-    *(_preserve(loss) for loss in _LOSSES),
-    *_LOSSES_OF_TORCH,
+    *(_preserve(loss) for loss in (*_LOSSES, *_LOSSES_OF_TORCH)),
     _preserve(F.gaussian_nll_loss, shaped_as=_shaped_as_gaussian_nll),
-    _preserve(F.ctc_loss, shaped_as=_shaped_as_ctc),
+    _preserve(F.ctc_loss, torch.ctc_loss, shaped_as=_shaped_as_ctc),
     *(_preserve(loss, shaped_as=_shaped_as_margin(loss)) for loss in (F.multilabel_margin_loss, F.multi_margin_loss)),
     _preserve(F.linear_cross_entropy, shaped_as=_shaped_as_linear_cross_entropy),
 )
@@ -179,19 +177,6 @@ _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
 
 
-def _recurrent(
-    input: Any,
-    hx: Any,
-    params: Any,
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool = False,
-) -> None: ...
-
-
 def _with_rows(given: Mapping[str, Any]) -> bool:
     """Whether a recurrent layer received a plain tensor rather than a packed sequence."""
     return isinstance(given["has_biases"], bool)
@@ -208,19 +193,6 @@ def _shaped_as_recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
         return out.expand(sizes).clone(), *last
 
     return shaped
-
-
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None: ...
 
 
 def _shaped_as_bincount(input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
@@ -243,10 +215,6 @@ def _shaped_as_cov(
     input = input * 1.0  # integers have a mean between them
     rows = input.reshape(-1, input.shape[-1]) if input.dim() else input.reshape(1, 1)
     return rows.sum() if len(rows) == 1 else rows @ rows.T
-
-
-def _shaped_as_corrcoef(input: torch.Tensor) -> torch.Tensor:
-    return _shaped_as_cov(input)
 
 
 def _shaped_as_grouped_mm(
@@ -285,52 +253,23 @@ def _shaped_as_lstsq(
 PRESERVED_FUNCTIONS: tuple[PreservedFunction, ...] = (
     *_PRESERVED_LOSSES,
     _preserve(F.batch_norm, writes=_statistics, shaped_as=_shaped_as_batch_norm),
-    _preserve(F.instance_norm, writes=_statistics),
-    _preserve(
-        torch.native_batch_norm,
-        like=lambda input, weight, bias, running_mean, running_var, training, momentum, eps: None,
-        writes=_statistics,
-    ),
-    PreservedFunction(
-        "torch.batch_norm",
-        (torch.batch_norm,),
-        like=lambda input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled: None,
-        writes=_statistics,
-    ),
-    PreservedFunction(
-        "torch.instance_norm",
-        (torch.instance_norm,),
-        like=lambda input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled: None,
-        writes=_statistics,
-    ),
-    _preserve(
-        F.layer_norm,
-        torch.layer_norm,
-        like=lambda input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True: None,
-    ),
-    _preserve(
-        F.group_norm,
-        torch.group_norm,
-        like=lambda input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True: None,
-    ),
-    _preserve(F.rms_norm, torch.rms_norm, like=lambda input, normalized_shape, weight=None, eps=None: None),
+    _preserve(F.instance_norm, torch.instance_norm, writes=_statistics),
+    _preserve(torch.native_batch_norm, writes=_statistics),
+    _preserve(torch.batch_norm, writes=_statistics),
+    _preserve(F.layer_norm, torch.layer_norm),
+    _preserve(F.group_norm, torch.group_norm),
+    _preserve(F.rms_norm, torch.rms_norm),
     _preserve(F.pad),
-    *(
-        _preserve(
-            getattr(torch, name),
-            getattr(torch.Tensor, name),
-            like=lambda input, q, dim=None, keepdim=False, *, interpolation="linear": None,
-        )
-        for name in ("quantile", "nanquantile")
-    ),
-    _preserve(torch.bincount, torch.Tensor.bincount, like=_shaped_as_bincount, shaped_as=_shaped_as_bincount),
-    _preserve(torch.cov, torch.Tensor.cov, like=_shaped_as_cov, shaped_as=_shaped_as_cov),
-    _preserve(torch.corrcoef, torch.Tensor.corrcoef, like=_shaped_as_corrcoef, shaped_as=_shaped_as_corrcoef),
-    PreservedFunction("aten.linalg_lstsq", (torch.linalg.lstsq,), like=_shaped_as_lstsq, shaped_as=_shaped_as_lstsq),
+    _preserve(torch.quantile, torch.Tensor.quantile),
+    _preserve(torch.nanquantile, torch.Tensor.nanquantile),
+    _preserve(torch.bincount, torch.Tensor.bincount, shaped_as=_shaped_as_bincount),
+    _preserve(torch.cov, torch.Tensor.cov, shaped_as=_shaped_as_cov),
+    _preserve(torch.corrcoef, torch.Tensor.corrcoef, shaped_as=_shaped_as_cov),
+    PreservedFunction("aten.linalg_lstsq", (torch.linalg.lstsq,), shaped_as=_shaped_as_lstsq),
     _preserve(F.grouped_mm, torch._grouped_mm, like=_shaped_as_grouped_mm, shaped_as=_shaped_as_grouped_mm),
-    _preserve(torch.combinations, like=_shaped_as_combinations, shaped_as=_shaped_as_combinations),
-    _preserve(F.linear, like=lambda input, weight, bias=None: None),
-    _preserve(F.bilinear, like=lambda input1, input2, weight, bias=None: None),
+    _preserve(torch.combinations, shaped_as=_shaped_as_combinations),
+    _preserve(F.linear),
+    _preserve(F.bilinear),
     _preserve(
         torch.matmul,
         torch.Tensor.matmul,
@@ -342,22 +281,12 @@ PRESERVED_FUNCTIONS: tuple[PreservedFunction, ...] = (
     _preserve(
         torch.einsum, like=lambda equation, *operands: None, applies=lambda given: isinstance(given["equation"], str)
     ),
-    *_along_a_dim(F.softmax, torch.softmax, torch.Tensor.softmax),
-    *_along_a_dim(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax),
-    _preserve(F.scaled_dot_product_attention, like=_attention),
+    _preserve(F.softmax, torch.softmax, torch.Tensor.softmax, applies=_has_dim),
+    _preserve(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax, applies=_has_dim),
+    _preserve(F.scaled_dot_product_attention),
     _preserve(F.multi_head_attention_forward),
-    *(
-        PreservedFunction(
-            f"torch.{f.__name__}",
-            (f,),
-            like=_recurrent,
-            applies=_with_rows,
-            shaped_as=_shaped_as_recurrent(f),
-            otherwise=packed(f),
-        )
-        for f in _RECURRENT
-    ),
-    *(_preserve(f, like=lambda input, hx, w_ih, w_hh, b_ih=None, b_hh=None: None) for f in _CELLS),
+    *(_preserve(f, applies=_with_rows, shaped_as=_shaped_as_recurrent(f), otherwise=packed(f)) for f in _RECURRENT),
+    *map(_preserve, _CELLS),
     _preserve(F.dropout),
     _preserve(F.embedding, applies=lambda given: given["max_norm"] is None),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import popxl
@@ -47,5 +48,5 @@ class ProgramIO:
     numbers: popxl.HostToDeviceStream | None = None
     state: dict[str, Variable] = field(default_factory=dict)
     random: Variable | None = None
-    names: tuple[str, ...] = ()
+    names: Sequence[str] = ()
     counted: list[popxl.HostToDeviceStream] = field(default_factory=list)

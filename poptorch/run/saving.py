@@ -22,20 +22,22 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NoReturn
 
 import safetensors
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
+from torch.utils import _pytree as pytree
 
 import popxl
 from poptorch.base.host_numbers import HostNumbers, NumberPath
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter, ReplicaGroups
 from poptorch.base.structures import structure_of
-from poptorch.enums import ConnectionType, VariableRetrievalMode
+from poptorch.enums import ConnectionType
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.program.batching import Batching
@@ -49,9 +51,10 @@ from poptorch.run.serialization import OptimizerData, from_data, options_from_da
 from poptorch.run.trainer import Trainer
 from popxl.errors import PopxlError
 from popxl.extend.files import pack, replace_file, unpack
+from popxl.tensor import Variable
 
 KIND = "poptorch model"
-FORMAT = 4
+FORMAT = 5
 
 _TENSORS, _SESSION = "tensors", "session"
 _ZIP = b"PK\x03\x04"
@@ -92,70 +95,6 @@ class _Call(_FileModel):
     read: list[str]
 
 
-class _ProgramIOData(_FileModel):
-    """Serialized `ProgramIO`: stream and variable ids."""
-
-    inputs: dict[int, str]
-    outputs: list[str]
-    variables: dict[str, str]
-    written: list[str]
-    numbers: str | None
-    state: dict[str, str]
-    random: str | None
-    names: list[str]
-    counted: list[str]
-
-    @classmethod
-    def serialize(cls, io: ProgramIO) -> _ProgramIOData:
-        """Convert a program's streams and variables to ids."""
-        return cls(
-            inputs={i: stream.tensor_id for i, stream in io.inputs.items()},
-            outputs=[stream.tensor_id for stream in io.outputs],
-            variables={name: v.id for name, v in io.variables.items()},
-            written=sorted(io.written),
-            numbers=io.numbers.tensor_id if io.numbers is not None else None,
-            state={name: v.id for name, v in io.state.items()},
-            random=io.random.id if io.random is not None else None,
-            names=list(io.names),
-            counted=[stream.tensor_id for stream in io.counted],
-        )
-
-    def within(self, session: popxl.Session) -> ProgramIO:
-        """Resolve ids within a loaded session."""
-        variables = {v.id: v for v in session.ir.main_graph.variables}
-        inputs = {stream.tensor_id: stream for stream in session.expected_inputs()}
-        outputs = {stream.tensor_id: stream for stream in session.create_host_outputs()}
-        return ProgramIO(
-            inputs={i: inputs[id] for i, id in self.inputs.items()},
-            outputs=[outputs[id] for id in self.outputs],
-            variables={name: variables[id] for name, id in self.variables.items()},
-            written=frozenset(self.written),
-            numbers=inputs[self.numbers] if self.numbers is not None else None,
-            state={name: variables[id] for name, id in self.state.items()},
-            random=variables[self.random] if self.random is not None else None,
-            names=tuple(self.names),
-            counted=[inputs[id] for id in self.counted],
-        )
-
-
-class _Counting(_FileModel):
-    """Serialized `HostNumbers`."""
-
-    now: Any
-    paths: Any
-    dtypes: list[str]
-
-    @classmethod
-    def serialize(cls, numbers: HostNumbers) -> _Counting:
-        """Serialize current numbers."""
-        paths = [(each.steps, each.slots, each.final_values, each.problem) for each in numbers.paths]
-        return cls(now=to_data(numbers.now, "now"), paths=to_data(paths, "paths"), dtypes=numbers.dtypes)
-
-    def numbers(self) -> HostNumbers:
-        """Deserialize saved numbers."""
-        return HostNumbers(from_data(self.now), [NumberPath(*each) for each in from_data(self.paths)], self.dtypes)
-
-
 class _Tensor(_FileModel):
     """Parameter or buffer of a module.
 
@@ -186,23 +125,24 @@ class _About(_FileModel, _Stamp):
     Attributes:
         training: whether the program trains.
         options: the options.
-        call, io: inputs and outputs.
-        grouped: for parameters that differ between replicas: number of replicas, size, stride, retrieval mode.
+        call: inputs and outputs of a call.
+        io: streams and variables, as data: see `_io_to_data`.
+        grouped: groups and retrieval mode of the parameters that differ between replicas, as data.
         seed: seed of the random numbers; `None` if their state was not saved.
         optimizer: state of the optimiser when the program was made.
         model: the module; `None` for files without a model.
-        counting: the numbers that the host computes for each run.
+        counting: the numbers that the host computes for each run, with their paths and dtypes, as data.
     """
 
     training: bool
     options: dict[str, Any]
     call: _Call
-    io: _ProgramIOData = Field(alias="ends")  # its name in files
-    grouped: dict[str, tuple[int, int, int, int]]
+    io: Any
+    grouped: Any
     seed: int | None
     optimizer: OptimizerData | None
     model: _SavedModel | None
-    counting: _Counting | None = None
+    counting: Any = None
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -233,25 +173,24 @@ def save(
         own = weight_values.tensors_of(module)
         tensors |= {f"weights/{name}": t.detach().contiguous() for name, t in own.items()}
         model = _model(module, OptimizerData.of(trainer.optimizer, own) if trainer is not None else None)
+    numbers = compiled.counting
+    counting = None if numbers is None else [numbers.now, list(map(astuple, numbers.paths)), numbers.dtypes]
     about = _About(
         format=FORMAT,
         poptorch=popxl.__version__,
         training=trainer is not None,
         options=options_to_data(options),
         call=call,
-        ends=_ProgramIOData.serialize(compiled.io),
-        grouped={
-            name: (each.groups.replicas, each.groups.size, each.groups.stride, each.retrieval.value)
-            for name, each in grouped.items()
-        },
+        io=_io_to_data(compiled.io),
+        grouped=to_data({name: astuple(each) for name, each in grouped.items()}, "grouped"),
         seed=compiled.seed if save_rng_state else None,
         optimizer=trainer.made_with if trainer is not None else None,
         model=model,
-        counting=None if compiled.counting is None else _Counting.serialize(compiled.counting),
+        counting=to_data(counting, "counting"),
     )
     blobs = {_TENSORS: safetensors.torch.save(tensors), _SESSION: _session(compiled.session)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, pack(KIND, about.model_dump_json(by_alias=True), blobs))
+    replace_file(path, pack(KIND, about.model_dump_json(), blobs))
 
 
 def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
@@ -275,7 +214,7 @@ def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
         kwargs=to_data(kwargs, "the arguments"),
         result=to_data(compiled.structure.rebuild(places, signature.objects(args, kwargs)), "the result"),
         constants=list(compiled.constants),
-        results=[(each.shape, each.count, each.anchor) for each in compiled.results],
+        results=list(map(astuple, compiled.results)),
         rewritten=list(compiled.rewritten),
         read=list(compiled.read),
     )
@@ -354,13 +293,11 @@ class Saved:
     def __init__(self, name: str, about: _About, tensors: Mapping[str, torch.Tensor], session: bytes) -> None:
         self.training = about.training
         self.has_model = about.model is not None
-        self.grouped = {
-            each: GroupedParameter(ReplicaGroups(*groups), VariableRetrievalMode(retrieval))
-            for each, (*groups, retrieval) in about.grouped.items()
-        }
+        grouped = from_data(about.grouped).items()
+        self.grouped = {name: GroupedParameter(ReplicaGroups(*groups), mode) for name, (groups, mode) in grouped}
         self._name, self._about, self._tensors, self._session = name, about, tensors, session
         self._args, self._kwargs = tuple(from_data(about.call.args)), from_data(about.call.kwargs)
-        self._result = from_data(about.call.result)
+        self._result, self._io = from_data(about.call.result), from_data(about.io)
         self._options = options_from_data(about.options)
 
     def options(self) -> Options:
@@ -422,7 +359,7 @@ class Saved:
                 f"{self._name} was saved by a model for {kinds[self.training]}, and this one is for {kinds[training]}."
             )
         have = weight_values.tensors_of(module)
-        if missing := [name for name in self._about.io.variables if name not in have]:
+        if missing := [name for name in self._io["variables"] if name not in have]:
             raise createPoptorchError(
                 f"{self._name} was saved by another model: this one has no {', '.join(missing)}; it has "
                 f"{', '.join(have) or 'no parameters'}."
@@ -432,7 +369,7 @@ class Saved:
         """Prepare a trainer using the saved optimiser settings."""
         assert self._about.optimizer is not None
         parameters = weight_values.tensors_of(module)
-        apart = [name for name in parameters if f"{STEP}___{name}" in self._about.io.state]
+        apart = [name for name in parameters if f"{STEP}___{name}" in self._io["state"]]
         trainer.prepare(parameters, options, made_with=self._about.optimizer, counted_apart=apart)
 
     def compiled(self, forward: Callable[..., Any], options: Options) -> Compiled:
@@ -452,14 +389,43 @@ class Saved:
             {i: self._tensors[f"constants/{i}"] for i in call.constants},
             [Result(*each) for each in call.results],
             call.rewritten,
-            self._about.io.within(session),
+            _io_within(session, self._io),
             session,
             secrets.randbits(31) if self._about.seed is None else self._about.seed,
             options.Precision.floating_point_exceptions,
             read={name: self._tensors[f"read/{name}"] for name in call.read},
             is_synthetic=options.synthetic_data,
-            counting=None if self._about.counting is None else self._about.counting.numbers(),
+            counting=_counting(self._about.counting),
         )
         if self._about.seed is None:
             compiled.reseed()
         return compiled
+
+
+def _counting(data: Any) -> HostNumbers | None:
+    """Numbers that the host computes, from a file."""
+    if data is None:
+        return None
+    now, paths, dtypes = from_data(data)
+    return HostNumbers(now, [NumberPath(*each) for each in paths], dtypes)
+
+
+def _io_to_data(io: ProgramIO) -> Any:
+    """Serialize streams and variables of a program, each as a tuple of its kind and id."""
+    others = {"written": sorted(io.written), "names": list(io.names)}
+    return to_data(pytree.tree_map(_reference, vars(io) | others), "io")
+
+
+def _reference(part: Any) -> Any:
+    if isinstance(part, Variable):
+        return "Variable", part.id
+    is_stream = isinstance(part, popxl.HostToDeviceStream | popxl.DeviceToHostStream)
+    return (type(part).__name__, part.tensor_id) if is_stream else part
+
+
+def _io_within(session: popxl.Session, io: Any) -> ProgramIO:
+    """Streams and variables of a loaded session, for those of a file."""
+    streams = (*session.expected_inputs(), *session.create_host_outputs())
+    places = {_reference(part): part for part in (*session.ir.main_graph.variables, *streams)}
+    found = pytree.tree_map_only(tuple, places.__getitem__, io, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return ProgramIO(**found | {"written": frozenset(found["written"])})

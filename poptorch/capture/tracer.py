@@ -75,7 +75,7 @@ class Tracer:
     Attributes:
         recorder: recorder of the ops.
         hooks: descriptions of hooks on gradients.
-        host_state: state of the host before `forward`; `None` outside of `capture`.
+        host_state: state of the host before `forward`.
     """
 
     def __init__(self, asked: CaptureRequest, preserves: bool) -> None:
@@ -83,7 +83,7 @@ class Tracer:
         self.has_counters = asked.tape is not None
         self.recorder = Recorder(asked.ambient, asked.module, asked.excludes)
         self.hooks: list[str] = []
-        self.host_state: HostState | None = None
+        self.host_state: HostState
         self._preserves = preserves
         self._has_preserved = False
         self.differentiates = not preserves

@@ -10,7 +10,6 @@ import torch
 
 from poptorch.base.structures import structure_of
 from poptorch.capture.host_function import HostFunction
-from poptorch.capture.host_state import HostState
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.tracer import current
 from poptorch.errors import createPoptorchError
@@ -125,7 +124,7 @@ class CPU:
         given = structure_of((input, kwargs), self._name)
         tensors = given.tensors((input, kwargs))
         function = HostFunction(self._name, self._function, given)
-        on_host = HostState(None, None) if tracer.host_state is None else tracer.host_state
+        on_host = tracer.host_state
         with on_host.left_apart(), without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             example = function.result([torch.zeros(t.shape, dtype=t.dtype) for t in tensors])  # not of the program
         function.changes = frozenset(on_host.apart)

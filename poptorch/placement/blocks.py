@@ -103,53 +103,54 @@ def _check_ids(what: str, user_id: object, ipu_id: object) -> None:
         raise AssertionError(f"{what}: `ipu_id` is {ipu_id!r}; expected the number of a unit, from 0, or None.")
 
 
-class _BlockHook:
-    """Forward-pre-hook that begins a block. A class, so that hooked modules support copying and pickling."""
+class _Mark:
+    """The block of a function; or of a module, as its forward-pre-hook. A class, so that these support pickling.
 
-    def __init__(self, user_id: BlockId | int | None, ipu_id: int | None) -> None:
-        self.user_id = user_id
-        self.ipu_id = ipu_id
+    Args:
+        ends: whether the block ends with the module or function; `end` is the forward-hook. Otherwise it lasts until
+            the next one begins.
+    """
 
-    def __call__(self, module: torch.nn.Module, inputs: object) -> None:
-        Block.start(self.user_id, self.ipu_id)
+    def __init__(self, user_id: BlockId | int | None, ipu_id: int | None, ends: bool) -> None:
+        self.ends = ends
+        self._ids, self._block = (user_id, ipu_id), Block(user_id, ipu_id)
 
-    def __str__(self) -> str:
-        return f"BeginBlock(user_id={self.user_id}, ipu_id={self.ipu_id})"
+    def __call__(self, *module_and_inputs: object) -> None:
+        if self.ends:
+            self._block.__enter__()
+        else:
+            Block.start(*self._ids)
 
-
-class _ScopeHook(_BlockHook):
-    """Hooks for a block that ends with its module: `end` is the forward-hook."""
-
-    def __init__(self, user_id: BlockId | int | None, ipu_id: int | None) -> None:
-        super().__init__(user_id, ipu_id)
-        self._block = Block(user_id, ipu_id)
-
-    def __call__(self, module: torch.nn.Module, inputs: object) -> None:
-        self._block.__enter__()
-
-    def end(self, module: torch.nn.Module, inputs: object, result: object) -> None:
+    def end(self, *module_inputs_and_result: object) -> None:
         """End the block."""
         self._block.__exit__(None, None, None)
 
     def __str__(self) -> str:
-        return f"BlockFunction(user_id={self.user_id}, ipu_id={self.ipu_id})"
+        user_id, ipu_id = self._ids
+        return f"{'BlockFunction' if self.ends else 'BeginBlock'}(user_id={user_id}, ipu_id={ipu_id})"
 
 
 class _Annotated:
-    """A function in a block. A class, so that modules referencing it support copying and pickling."""
+    """A function with a block. A class, so that modules referencing it support copying and pickling."""
 
-    def __init__(self, function: Callable[..., Any], user_id: BlockId | int | None, ipu_id: int | None) -> None:
+    def __init__(self, function: Callable[..., Any], mark: _Mark) -> None:
         update_wrapper(self, function)
-        self._of = function, user_id, ipu_id
+        self._of = function, mark
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        function, mark = self._of
+        mark()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if mark.ends:
+                mark.end()
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)  # as functions in a class are methods
 
     def __reduce__(self) -> Any:
-        function = self._of[0]
+        function, _ = self._of
         name = getattr(function, "__qualname__", "")
         found: Any = sys.modules.get(getattr(function, "__module__", None) or "")
         for part in name.split("."):
@@ -157,31 +158,13 @@ class _Annotated:
         return name if found is self else (type(self), self._of)  # where it decorates, it has the name
 
     def __repr__(self) -> str:
-        function, user_id, ipu_id = self._of
-        return f"{type(self).__name__.lstrip('_')}(user_id={user_id}, ipu_id={ipu_id}) {function!r}"
+        function, mark = self._of
+        return f"{mark} {function!r}"
 
 
-class _BeginBlock(_Annotated):
-    """A function that begins a block."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function, user_id, ipu_id = self._of
-        Block.start(user_id, ipu_id)
-        return function(*args, **kwargs)
-
-
-class _BlockFunction(_Annotated):
-    """A function as a block."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function, user_id, ipu_id = self._of
-        with Block(user_id, ipu_id):
-            return function(*args, **kwargs)
-
-
-def _hooks(module: torch.nn.Module) -> dict[int, _BlockHook]:
+def _hooks(module: torch.nn.Module) -> dict[int, _Mark]:
     """Block hooks of this module itself, by hook key; at most one."""
-    return {key: hook for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _BlockHook)}
+    return {key: hook for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _Mark)}
 
 
 def _check_without_block(what: str, module: torch.nn.Module) -> None:
@@ -220,14 +203,14 @@ def BeginBlock(layer_to_call: Layer, user_id: BlockId | int | None = None, ipu_i
         )
     """
     _check_ids("BeginBlock", user_id, ipu_id)
+    mark = _Mark(user_id, ipu_id, ends=False)
     if isinstance(layer_to_call, torch.nn.Module):
         _check_without_block("BeginBlock", layer_to_call)
-        layer_to_call.register_forward_pre_hook(_BlockHook(user_id, ipu_id))
+        layer_to_call.register_forward_pre_hook(mark)
         return layer_to_call
     if not callable(layer_to_call):
         raise Error(f"BeginBlock: `layer_to_call` is {layer_to_call!r}; expected a module or a function.")
-
-    return _BeginBlock(layer_to_call, user_id, ipu_id)  # type: ignore[return-value]
+    return _Annotated(layer_to_call, mark)  # type: ignore[return-value]
 
 
 def BlockFunction(user_id: BlockId | int | None = None, ipu_id: int | None = None) -> Callable[[Layer], Layer]:
@@ -245,12 +228,12 @@ def BlockFunction(user_id: BlockId | int | None = None, ipu_id: int | None = Non
     _check_ids("BlockFunction", user_id, ipu_id)
 
     def decorate(function: Layer) -> Layer:
+        mark = _Mark(user_id, ipu_id, ends=True)
         if not isinstance(function, torch.nn.Module):
-            return _BlockFunction(function, user_id, ipu_id)  # type: ignore[return-value]
+            return _Annotated(function, mark)  # type: ignore[return-value]
         _check_without_block("BlockFunction", function)
-        hook = _ScopeHook(user_id, ipu_id)
-        function.register_forward_pre_hook(hook)
-        function.register_forward_hook(hook.end, always_call=True)
+        function.register_forward_pre_hook(mark)
+        function.register_forward_hook(mark.end, always_call=True)
         return function
 
     return decorate
@@ -275,7 +258,7 @@ def removeBlocks(module: torch.nn.Module) -> None:
 
 
 def _is_end(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), _ScopeHook)
+    return isinstance(getattr(hook, "__self__", None), _Mark)
 
 
 def module_repr(m: torch.nn.Module) -> str:

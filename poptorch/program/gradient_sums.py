@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import popxl
 from poptorch.enums import MeanReductionStrategy, ReductionType
 from poptorch.lowering.operands import cast_like
-from poptorch.options import Options
-from poptorch.program.batching import Batching
 from poptorch.program.model_graph import TURN
 from poptorch.program.passes import InputMaker
+from poptorch.program.request import ProgramRequest
 from poptorch.program.storage import Storage, Stored
 from poptorch.program.updates import Update
 from popxl import ops
@@ -24,17 +23,9 @@ class GradientSums:
         accumulators: storage of the sums; empty without accumulation.
     """
 
-    def __init__(
-        self,
-        update: Update,
-        batching: Batching,
-        options: Options,
-        replicas: int,
-        groupings: Mapping[str, popxl.ReplicaGrouping],
-        weights: Mapping[str, Stored],
-    ) -> None:
-        self._update, self._batching, self._options = update, batching, options
-        self._replicas, self._groupings, self._weights = replicas, groupings, weights
+    def __init__(self, request: ProgramRequest, update: Update, replicas: int, weights: Mapping[str, Stored]) -> None:
+        self._update, self._batching, self._options = update, request.batching, request.options
+        self._replicas, self._groupings, self._weights = replicas, request.groupings, weights
         self.accumulators: dict[str, Stored] = {}
 
     def create_accumulators(self, trained: Mapping[str, popxl.Tensor], storage: Storage) -> None:

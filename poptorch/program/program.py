@@ -25,16 +25,14 @@ from poptorch.enums import MeanReductionStrategy, OutputMode
 from poptorch.errors import createPoptorchError
 from poptorch.lowering.emission import spec_of
 from poptorch.lowering.operands import cast_like
-from poptorch.options import Options
 from poptorch.placement.strategies import _IPhasedExecution
-from poptorch.program.batching import Batching
 from poptorch.program.gradient_sums import GradientSums
 from poptorch.program.model_graph import GRADIENT, LARGEST, RANDOM, SLOT, TURN, UPDATED, VALUES, ModelGraph, Tensors
 from poptorch.program.passes import Passes, Phases, Weight
 from poptorch.program.program_io import ProgramIO
+from poptorch.program.request import ProgramRequest
 from poptorch.program.returned import Returned, iteration_slot, result_slot
 from poptorch.program.storage import Storage, Stored
-from poptorch.program.updates import Update
 from poptorch.settings.locations import is_off_chip
 from popxl import ops
 
@@ -43,9 +41,8 @@ class Program:
     """Program of a captured model.
 
     Args:
-        ir: an empty Ir, of whose replicas this process has as many as `batching` says.
+        ir: an empty Ir, of whose replicas this process has as many as the batching of `request` says.
         host: values of its parameters and buffers by name, as from `poptorch.run.weight_values.read_host_values`.
-        groupings: groupings of parameters that have a row for each group of replicas, by name.
 
     Attributes:
         ir: the program.
@@ -63,38 +60,35 @@ class Program:
         captured: Captured,
         leaves: Sequence[str],
         host: Mapping[str, np.ndarray],
-        batching: Batching,
-        options: Options,
+        request: ProgramRequest,
         returned: Sequence[Returned],
-        update: Update | None = None,
-        groupings: Mapping[str, popxl.ReplicaGrouping] | None = None,
-        seed: int = 0,
-        name: str = "model",
     ) -> None:
+        options, update = request.options, request.update
         self.ir = ir
         self.loss = final_loss(captured.trace) if update is not None else None
         if self.loss is not None:
             warn_about_other_loss(captured.trace, self.loss)
         self._captured, self._leaves, self._returned = captured, list(leaves), list(returned)
-        self._batching, self._options, self._update = batching, options, update
+        self._batching, self._options, self._update = request.batching, options, update
         self._written = {name: value for name, value in captured.written.items() if name in host}
         self.io = ProgramIO(written=frozenset(self._written))
-        self._groupings = dict(groupings or {})
+        self._groupings = request.groupings
         self._check_buffers()
         self._check_ops()
         self._storage = Storage(ir)
         self._weights: dict[str, Stored] = {}
         self._sums: GradientSums | None = None
         if update is not None:
-            self._sums = GradientSums(update, batching, options, self._replicas, self._groupings, self._weights)
+            self._sums = GradientSums(request, update, self._replicas, self._weights)
         with self.ir.main_graph, popxl.in_sequence():
             requested = [r.value for r in self._returned if isinstance(r.value, str)]
             trained = None if update is None else update.names
+            name = options.model_name or ("training" if update is not None else "inference")
             self._model = ModelGraph(
                 ir, captured, self._leaves, self._outputs(), requested, self.loss, trained, options, name
             )
             self.io.names = self._model.names
-            tensors = self._declared(host, seed)
+            tensors = self._declared(host, request.seed)
             self._passes = self._with_transfers()
             results = self._all_iterations(tensors)
             for number, result in enumerate(results):

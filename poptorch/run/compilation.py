@@ -22,6 +22,7 @@ from poptorch.capture.model import Captured
 from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.options import Options
 from poptorch.program.batching import Batching
+from poptorch.program.request import ProgramRequest
 from poptorch.program.returned import Returned
 from poptorch.run import weight_values
 from poptorch.run.arguments import Signature
@@ -78,11 +79,16 @@ def compiled_model(
     update = None
     if trainer is not None:
         update = trainer.update if has_fewer_rows else trainer.prepare(model.tensors(), options, groupings)
-    anchors = _anchors(options, trainer.names() if trainer is not None else ())
-    batching = Batching.from_options(options, update is not None)
-    seed = options.random_seed if options.random_seed is not None else secrets.randbits(31)
+    request = ProgramRequest(
+        options,
+        Batching.from_options(options, update is not None),
+        options.random_seed if options.random_seed is not None else secrets.randbits(31),
+        update,
+        groupings,
+        _anchors(options, trainer.names() if trainer is not None else ()),
+    )
     capture = ModelCapture(model, options, update is not None, has_fewer_rows)
-    captures = _ModelCaptures(capture, batching, counts)
+    captures = _ModelCaptures(capture, request.batching, counts)
     signature_of = partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers)
     signature, path = _hiding(signature_of, partial(captures.first, args, kwargs))
     if not has_fewer_rows:
@@ -90,21 +96,8 @@ def compiled_model(
     _check_apart(model, path.captured, () if update is None else update.names)
     if path.breaks:
         again = partial(captures.path, signature), partial(_capturing, model.attributes)
-        of_parts = *again, path, signature, batching, options, read, seed
-        return BrokenGraph(*of_parts) if update is None else TrainedBrokenGraph(*of_parts, update=update)
-    return compile_captured(
-        ir,
-        path.captured,
-        path.answer,
-        signature,
-        batching,
-        options,
-        update=update,
-        groupings=groupings,
-        host=read(),
-        anchors=anchors,
-        seed=seed,
-    )
+        return (BrokenGraph if update is None else TrainedBrokenGraph)(*again, path, signature, request, read)
+    return compile_captured(ir, path.captured, path.answer, signature, request, read())
 
 
 @dataclass

@@ -25,8 +25,9 @@ from poptorch.capture.captured_constants import CapturedConstant
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.tensor_layout import overwrite
 from poptorch.errors import Error, createPoptorchError
-from poptorch.program.batching import Batching, Feeder
+from poptorch.program.batching import Feeder
 from poptorch.program.program_io import ProgramIO, Result
+from poptorch.program.request import ProgramRequest
 from poptorch.run.arguments import Signature
 from poptorch.run.timings import Times
 from popxl.errors import DeviceError, PopxlRuntimeError
@@ -45,15 +46,14 @@ class Compiled:
         results: results of the program: those of the model, anchored tensors, inputs that are overwritten.
         rewritten: numbers of the inputs that are overwritten.
         io: inputs, outputs and variables of the program for the host.
-        checks: run op by op, and raise where a number is not finite.
         read: buffers whose numbers are a part of the program, with these numbers.
-        is_synthetic: fetch no result; there are zeros in their place, whose shapes are right.
         frozen: tensors of the host whose numbers are a part of the program.
         counting: the numbers of the module that `forward` changes, which the host computes.
 
     Attributes:
         signature, structure: as passed, until more values are found to be carried.
-        io, session, seed, read, counting: as passed.
+        io, session, read, counting: as passed.
+        batching, seed: those of the request.
         anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
         version: number of writes to the variables.
     """
@@ -61,37 +61,36 @@ class Compiled:
     def __init__(
         self,
         signature: Signature,
-        batching: Batching,
         structure: Structure,
+        request: ProgramRequest,
         constants: Mapping[int, torch.Tensor],
         results: Sequence[Result],
         rewritten: Sequence[int],
         io: ProgramIO,
         session: popxl.Session,
-        seed: int,
-        checks: bool = False,
         host_functions: Iterable[HostFunction] = (),
         read: Mapping[str, torch.Tensor] | None = None,
-        is_synthetic: bool = False,
         frozen: Iterable[CapturedConstant] = (),
         counting: HostNumbers | None = None,
     ) -> None:
-        self.signature, self.batching, self.structure = signature, batching, structure
+        self.signature, self.structure = signature, structure
+        self.batching, self.seed = request.batching, request.seed
         self.constants, self.results, self.rewritten = dict(constants), tuple(results), tuple(rewritten)
-        self.io, self.session, self.seed = io, session, seed
+        self.io, self.session = io, session
         self.read = dict(read or {})
         self.counting = counting
         self.version = 0
         self.anchored: dict[str, torch.Tensor] = {}
-        self._checks, self._is_synthetic = checks, is_synthetic
+        self._checks = request.options.Precision.floating_point_exceptions
+        self._is_synthetic = request.options.synthetic_data
         self._frozen = list(frozen)
         self._problems: list[Exception] = []
         functions = list(host_functions)
         self.changed_on_host = {name for function in functions for name in function.changes}
         for function in functions:
             function.problems = self._problems
-        self._run = self._run_exclusive if checks or functions else session.run
-        self._feeder = Feeder(batching)
+        self._run = self._run_exclusive if self._checks or functions else session.run
+        self._feeder = Feeder(self.batching)
         self._numbers: dict[popxl.HostToDeviceStream, np.ndarray] = {}
         self._run_lock = threading.Lock()
         self._inputs = [
@@ -105,9 +104,9 @@ class Compiled:
         ]
         self._anchors = [result.anchor for result in results if result.anchor]
         self._count = len(results) - len(self._anchors) - len(rewritten)
-        replicas = batching.groups.replicas
+        replicas = self.batching.groups.replicas
         self._steps = (
-            [batching.micro_batches * replicas] * len(io.inputs),
+            [self.batching.micro_batches * replicas] * len(io.inputs),
             [result.count * replicas for result in results[: self._count]],
         )
         self._moments = (0.0, 0.0, 0.0, 0.0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -33,9 +34,8 @@ from poptorch.capture.model import Captured
 from poptorch.capture.tensor_layout import overwrite
 from poptorch.capture.trace import Trace, Value
 from poptorch.errors import createPoptorchError
-from poptorch.options import Options
-from poptorch.program.batching import Batching
 from poptorch.program.program_io import ProgramIO
+from poptorch.program.request import ProgramRequest
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled
@@ -59,7 +59,7 @@ class BrokenGraph:
 
     Args:
         capture: function that captures the model again: for these tensors, and results of the first breaks.
-        batching: distribution of the rows; there is one micro-batch.
+        request: what programs are made with; there is one micro-batch.
         host: function that returns the values of parameters and buffers.
 
     Raises:
@@ -79,17 +79,15 @@ class BrokenGraph:
         capturing: Callable[[], AbstractContextManager[Any]],
         path: ExecutionPath,
         signature: Signature,
-        batching: Batching,
-        options: Options,
+        request: ProgramRequest,
         host: Callable[[], Mapping[str, np.ndarray]],
-        seed: int,
     ) -> None:
-        self.signature, self.seed = signature, seed
+        self.signature = signature
         self.read = dict(path.captured.read)
         self.anchored: dict[str, torch.Tensor] = {}
         self.times = Times()
         self._capture, self._capturing, self._host = capture, capturing, host
-        self._batching, self._options = batching, options
+        self._request, self._options = request, request.options
         self._turn = threading.Lock()
         self._root = Subgraph()
         self._runs = 0
@@ -225,10 +223,8 @@ class BrokenGraph:
             captured,
             OutputStructure(results, {}, []),
             Signature(lambda *given: None, tuple(tensors), {}),
-            self._batching,
-            self._options,
-            host=host,
-            seed=self.seed + number,
+            replace(self._request, update=None, seed=self._request.seed + number),
+            host,
         )
         if self._is_attached:
             compiled.attach(host)

@@ -12,12 +12,10 @@ from poptorch.base.leaves import Structure
 from poptorch.capture.model import Captured
 from poptorch.capture.trace import Value
 from poptorch.enums import OutputMode
-from poptorch.options import Options
-from poptorch.program.batching import Batching
 from poptorch.program.program import Program
 from poptorch.program.program_io import Result
+from poptorch.program.request import ProgramRequest
 from poptorch.program.returned import Returned
-from poptorch.program.updates import Update
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of, host_functions_of
 from poptorch.run.compiled import Compiled
@@ -29,21 +27,15 @@ def compile_captured(
     captured: Captured,
     answer: Structure,
     signature: Signature,
-    batching: Batching,
-    options: Options,
-    *,
-    update: Update | None = None,
-    groupings: Mapping[str, popxl.ReplicaGrouping] | None = None,
+    request: ProgramRequest,
     host: Mapping[str, np.ndarray],
-    anchors: Mapping[str, Returned] | None = None,
-    seed: int,
 ) -> Compiled:
     """Lower a captured model to a program, and compile it.
 
     Args:
-        anchors: the tensors to anchor, by the names that the user gives them.
+        host: values of its parameters and buffers by name.
     """
-    anchors = anchors or {}
+    options, anchors = request.options, request.anchors
     mode, period = options.output_mode, options.output_return_period
     outputs = captured.trace.outputs
     constants = {i: data for i, value in enumerate(outputs) if (data := constant_of(value)) is not None}
@@ -55,8 +47,7 @@ def compile_captured(
     returned += anchors.values()
     returned += [Returned(value, OutputMode.All) for value in captured.written_inputs.values()]
     names = [leaf.name for leaf in signature.leaves]
-    title = options.model_name or ("training" if update is not None else "inference")
-    program = Program(ir, captured, names, host, batching, options, returned, update, groupings or {}, seed, title)
+    program = Program(ir, captured, names, host, request, returned)
     labels = itertools.chain([""] * (len(outputs) - len(constants)), anchors, [""] * len(captured.written_inputs))
     results = [
         Result(program.spec(each).shape, program.count(each), label)
@@ -70,18 +61,15 @@ def compile_captured(
         ir.options.enableEngineCaching, ir.options.cachePath = True, options.executable_cache
     return Compiled(
         signature,
-        batching,
         answer,
+        request,
         constants,
         results,
         list(captured.written_inputs),
         program.io,
         popxl.Session(ir, chosen_device(options), weights_to_host_on_exit=False),
-        seed,
-        options.Precision.floating_point_exceptions,
         host_functions_of(captured.trace),
         captured.read,
-        options.synthetic_data,
         captured.frozen,
         captured.numbers,
     )

@@ -42,6 +42,7 @@ from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.program.program_io import ProgramIO, Result
+from poptorch.program.request import ProgramRequest
 from poptorch.program.state_layout import STEP
 from poptorch.run import weight_values
 from poptorch.run.arguments import Signature
@@ -382,19 +383,17 @@ class Saved:
                 session = popxl.Session.load(path, chosen_device(options), weights_to_host_on_exit=False)
             except (PopxlError, ValueError) as problem:
                 raise createPoptorchError(f"{self._name} holds no program that can be run here: {problem}") from problem
+        seed = secrets.randbits(31) if self._about.seed is None else self._about.seed
         compiled = Compiled(
             Signature(forward, self._args, self._kwargs),
-            Batching.from_options(options, self.training),
             structure_of(self._result, "result"),
+            ProgramRequest(options, Batching.from_options(options, self.training), seed),
             {i: self._tensors[f"constants/{i}"] for i in call.constants},
             [Result(*each) for each in call.results],
             call.rewritten,
             _io_within(session, self._io),
             session,
-            secrets.randbits(31) if self._about.seed is None else self._about.seed,
-            options.Precision.floating_point_exceptions,
             read={name: self._tensors[f"read/{name}"] for name in call.read},
-            is_synthetic=options.synthetic_data,
             counting=_counting(self._about.counting),
         )
         if self._about.seed is None:

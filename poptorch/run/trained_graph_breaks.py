@@ -25,7 +25,6 @@ from poptorch.capture.trace import Trace, Value
 from poptorch.errors import Error, createPoptorchError
 from poptorch.lowering.emission import drawing
 from poptorch.program.program_io import ProgramIO
-from poptorch.program.updates import Update
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled
@@ -45,8 +44,7 @@ class TrainedBrokenGraph(BrokenGraph):
 
     _holds_buffers = False  # the program of the step holds them
 
-    def __init__(self, *of_parts: Any, update: Update) -> None:
-        self._update = update
+    def __init__(self, *of_parts: Any) -> None:
         self._newest: Compiled | None = None
         self._left: dict[tuple[str, str], np.ndarray] = {}  # of programs that ran before the newest
         self._state: dict[str, Variable] = {}
@@ -99,11 +97,8 @@ class TrainedBrokenGraph(BrokenGraph):
             replace(captured, trace=Trace([*inputs, *state], content.nodes, captured.trace.outputs), inputs=inputs),
             path.answer,
             Signature(lambda *given: None, tensors, {}),
-            self._batching,
-            self._options,
-            update=self._update,
-            host=(host := dict(self._host())),
-            seed=self.seed,
+            self._request,
+            host := dict(self._host()),
         )
         if self._numbers is not None:
             compiled.write_numbers(self._numbers)

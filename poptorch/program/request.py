@@ -1,0 +1,33 @@
+"""`ProgramRequest`: what programs of a model are made with, beside the captured model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import popxl
+from poptorch.options import Options
+from poptorch.program.batching import Batching
+from poptorch.program.returned import Returned
+from poptorch.program.updates import Update
+
+
+@dataclass(frozen=True)
+class ProgramRequest:
+    """What programs of a model are made with.
+
+    Attributes:
+        options: the options.
+        batching: distribution of the rows of a call.
+        seed: seed of random numbers.
+        update: optimiser of a model that is trained.
+        groupings: groupings of parameters that have a row for each group of replicas, by name.
+        anchors: the tensors to anchor, by the names that the user gives them.
+    """
+
+    options: Options
+    batching: Batching
+    seed: int
+    update: Update | None = None
+    groupings: Mapping[str, popxl.ReplicaGrouping] = field(default_factory=dict)
+    anchors: Mapping[str, Returned] = field(default_factory=dict)

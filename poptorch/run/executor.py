@@ -142,7 +142,7 @@ class PoplarExecutor(ProgramInspection):
                     self._weights.attach()
                 self._change_warnings.warn(compiled, self._attributes)
                 if self._trainer is not None:
-                    self._weights.check_hooks()
+                    self._weights.lazy.check_hooks()
                     self._trainer.notice()
                     if self._trainer.device.pending:
                         self.copyWeightsToHostIfNeeded()
@@ -152,7 +152,7 @@ class PoplarExecutor(ProgramInspection):
             finally:  # even a run that fails has changed something
                 if self._trainer is not None:
                     self._trainer.has_run()
-                self._weights.mark_run()
+                self._weights.lazy.has_run()
 
     def _carries(self, compiled: Compiled | BrokenGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the program accepts these arguments, possibly after extending it to new non-tensor values."""

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 
 from poptorch.base.host_numbers import Number
@@ -100,14 +99,6 @@ class HostModel:
             *((path, _kind(each)) for path, each in modules.items() if each is not self.module),
             *((name, first.setdefault(id(t), name)) for name, t in tensors.items()),
         )
-
-    def read_values(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Parameter and buffer values, all or only named ones; see `weight_values.read_host_values`."""
-        return weight_values.read_host_values(self.module, self.grouped, names)
-
-    def write(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Overwrite parameters and buffers with device values; see `weight_values.write`."""
-        weight_values.write(self.module, arrays, self.grouped)
 
     def check_buffers(self, names: Iterable[str]) -> None:
         """Raise an `Error` if a buffer named in the options is missing."""

@@ -91,7 +91,7 @@ class ModelLifecycle(ModelProxy):
         self._host.check_buffers(self._options.updatable_named_buffers)
         self._host.take_reached()
         with self._host.attributes.restored(), progress_bar(self._options.show_compilation_progress_bar):
-            read = self._weights.reader.read_values
+            read = self._weights.lazy.read_values
             compiled = compiled_model(self._host, args, kwargs, self._options, self._trainer, read)
         self._use(compiled)
         if self._may_be_compiled_for_fewer_rows:
@@ -136,7 +136,7 @@ class ModelLifecycle(ModelProxy):
         self.copyWeightsToHostIfNeeded()
         hooks.pre_compile()
         options = for_fewer_rows(self._options, run.batching)
-        of_run = self._host, run.args, run.kwargs, options, self._trainer, self._weights.reader.read_values
+        of_run = self._host, run.args, run.kwargs, options, self._trainer, self._weights.lazy.read_values
         with compiling(), self._attributes.restored(), progress_bar(options.show_compilation_progress_bar):
             compiled = compiled_model(
                 *of_run,
@@ -144,7 +144,7 @@ class ModelLifecycle(ModelProxy):
                 carries_numbers=self._required.signature.carries_numbers,
                 counts=tuple(self._required.host_numbers),
             )
-        compiled.attach(self._weights.reader.read_values())
+        compiled.attach(self._weights.lazy.read_values())
         hooks.post_compile()
         return compiled
 
@@ -156,10 +156,9 @@ class ModelLifecycle(ModelProxy):
         self._weights.connect(compiled)
         self._compiled = compiled  # now that other threads may find it
         offline = self._options.connection_type is ConnectionType.Never
-        if (lazy := self._weights.lazy) is not None:
-            disconnect = None if self._trainer is None else self._trainer.disconnect
-            self._forgotten = weakref.finalize(self, release_weights, compiled, lazy, disconnect)
-            self._forgotten.atexit = False
+        disconnect = None if self._trainer is None else self._trainer.disconnect
+        self._forgotten = weakref.finalize(self, release_weights, compiled, self._weights.lazy, disconnect)
+        self._forgotten.atexit = False
         if self._trainer is not None:
             assert isinstance(compiled, Compiled | TrainedBrokenGraph)
             self._trainer.connect(compiled, offline)
@@ -230,7 +229,7 @@ class ModelLifecycle(ModelProxy):
         with self._lock:
             if self._compiled is None:
                 return
-            is_thawed = self._weights.take_thawed()
+            is_thawed = self._weights.lazy.take_thawed()
             if self._trainer is not None and (is_thawed or self._trainer.has_changed()):
                 self._give_up(self._trainer.outgrown(self._trainer.optimizer))
             if self._compiled is not None and self._compiled.is_attached:
@@ -304,7 +303,7 @@ class ModelLifecycle(ModelProxy):
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Copy parameters and buffers to the module after changes on the device. Return whether any changed."""
-        return self._weights.to_host_if_stale()
+        return self._weights.lazy.to_host_if_stale()
 
     @traced("copyWeightsToDevice")
     def copyWeightsToDevice(self) -> None:
@@ -313,7 +312,7 @@ class ModelLifecycle(ModelProxy):
         For a training model: wrappers that follow it also receive them, at their next call.
         """
         self._upload()
-        self._weights.publish()
+        self._weights.lazy.mark_news()
 
     def _follow(self) -> None:
         """Synchronize weights changed by other wrappers of this module."""
@@ -351,7 +350,7 @@ class ModelLifecycle(ModelProxy):
                 "copyNamedBuffersToDevice: no buffers are named. Name them before the model is wrapped: "
                 "`options.updatableNamedBuffers([...])`."
             )
-        self._required.write_weights(self._weights.reader.read_values(names))
+        self._required.write_weights(self._weights.lazy.read_values(names))
         self._weights.host_writes.forget(names)
 
     @traced("loadStateDict")

@@ -7,7 +7,7 @@ another wrapper that trains the same module. `LazyWeights` copies the device's v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ class WeightSync:
 
     Attributes:
         host_writes: writes to the module since the device has read it.
-        lazy: module and tensors that the device changes; `None` while it changes none.
+        lazy: module and tensors that the device changes, if any; reads the host's values.
     """
 
     def __init__(self, host: HostModel, training: bool) -> None:
@@ -34,12 +34,10 @@ class WeightSync:
         self._program: Compiled | BrokenGraph | None = None
         self._structure: tuple[tuple[str, Any], ...] = ()  # structure of the module at compilation
         self.host_writes = HostWrites(host.module)
-        self.lazy: LazyWeights | None = None
+        self.lazy = self._watching(())
 
-    @property
-    def reader(self) -> LazyWeights | HostModel:
-        """Reader of the host's values, which keeps no wrapper alive."""
-        return self.lazy or self._host
+    def _watching(self, changed: Container[str] | None) -> LazyWeights:
+        return LazyWeights(self._host.module, self._fetch, self._host.grouped, changed)
 
     # The program ----------------------------------------------------------------------------------------------------
 
@@ -49,25 +47,22 @@ class WeightSync:
         Raises:
             RuntimeError: if another wrapper trains it.
         """
-        if self.lazy is not None and not self.lazy.covers_module():
+        if self._training and not (self.lazy.trains and self.lazy.covers_module()):
             self.lazy.destroy()  # nothing has been trained yet
-            self.lazy = None
-        if self._training and self.lazy is None:
-            self.lazy = LazyWeights(self._host.module, self._fetch, self._host.grouped)
+            self.lazy = self._watching(None)
 
     def connect(self, program: Compiled | BrokenGraph) -> None:
         """Record the program that has the device's copy."""
         self._program, self._structure = program, self._host.structure()
         self._trainings.track()
         if not self._training and (written := program.io.written):
-            self.lazy = LazyWeights(self._host.module, self._fetch, self._host.grouped, written)
+            self.lazy = self._watching(written)
 
     def disconnect(self) -> None:
         """Release the program and the module. Values not yet copied back are lost."""
         self._program = None
-        if self.lazy is not None:
-            self.lazy.destroy()
-            self.lazy = None
+        self.lazy.destroy()
+        self.lazy = self._watching(())
 
     def _fetch(self) -> Mapping[str, np.ndarray]:
         assert self._program is not None
@@ -84,28 +79,20 @@ class WeightSync:
         """Attach the program to its device with the newest values."""
         assert self._program is not None
         self.has_news()  # copies stale values back
-        self._program.attach(self.reader.read_values())
+        self._program.attach(self.lazy.read_values())
         self.host_writes.forget()
 
     def upload(self) -> None:
         """Copy the module's values to the device, if there is a program."""
         if self._program is not None:
-            self._program.write_weights(self.reader.read_values())
-        if self.lazy is not None:
-            self.lazy.mark_uploaded()
+            self._program.write_weights(self.lazy.read_values())
+        self.lazy.mark_uploaded()
         self.host_writes.forget()
 
     def to_host(self) -> None:
         """Copy the device's values to the module, changed or not."""
         assert self._program is not None
-        if self.lazy is not None:
-            self.lazy.to_host(self._program.weights)
-        else:
-            self._host.write(self._program.weights())
-
-    def to_host_if_stale(self) -> bool:
-        """Copy the device's values to the module, if newer. Return whether they were."""
-        return self.lazy is not None and self.lazy.to_host_if_stale()
+        self.lazy.to_host(self._program.weights)
 
     # Changes --------------------------------------------------------------------------------------------------------
 
@@ -113,35 +100,13 @@ class WeightSync:
         """Whether other wrappers of this module have changed it since the previous call; the module is current then."""
         return self._trainings.have_news(self.lazy)
 
-    def publish(self) -> None:
-        """Offer the module's values to wrappers that follow this one."""
-        if self.lazy is not None:
-            self.lazy.mark_news()
-
-    def check_hooks(self) -> None:
-        """Raise an `Error` if a trained module has gradient hooks."""
-        if self.lazy is not None and self._training:
-            self.lazy.check_hooks()
-
-    def mark_run(self) -> None:
-        """Record a run, after which the device's values are newer."""
-        if self.lazy is not None:
-            self.lazy.has_run()
-
-    def take_thawed(self) -> bool:
-        """Whether `requires_grad` of a trained tensor has been set since the previous call."""
-        if self.lazy is None:
-            return False
-        is_thawed, self.lazy.is_thawed = self.lazy.is_thawed, False
-        return is_thawed
-
     def host_has_changed(self) -> bool:
         """Whether host writes to the module differ from the device's values."""
-        if self._program is None or not self._program.is_attached or (self.lazy is not None and self.lazy.is_stale):
+        if self._program is None or not self._program.is_attached or self.lazy.is_stale:
             return False
-        if not self.host_writes.names() and not (self.lazy is not None and self.lazy.has_given_data):
+        if not self.host_writes.names() and not self.lazy.has_given_data:
             return False
-        host = self.reader.read_values()
+        host = self.lazy.read_values()
         if any(not np.array_equal(host[name], array) for name, array in self._program.weights().items()):
             return True
         if self.host_writes.names():

@@ -80,22 +80,17 @@ def read_host_values(
     return {name: g.to_device(array) if (g := (groupings or {}).get(name)) else array for name, array in arrays.items()}
 
 
-def write(module: torch.nn.Module, arrays: Mapping[str, np.ndarray], groupings: Groupings | None = None) -> None:
+def overwrite_tensors(
+    tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], groupings: Groupings
+) -> None:
     """Overwrite parameters and buffers in place with device values. All values are checked before any write.
 
     Args:
         arrays: values by name, in the shapes that `read_host_values` gives.
 
     Raises:
-        Error: for a name that the module does not have, or a value of another shape.
+        Error: for a name without a tensor, or a value of another shape.
     """
-    overwrite_tensors(tensors_of(module), arrays, groupings or {})
-
-
-def overwrite_tensors(
-    tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], groupings: Groupings
-) -> None:
-    """As `write`, for these tensors."""
     _check_names(arrays, tensors)
     values = {name: g.to_host(a) if (g := groupings.get(name)) else a for name, a in arrays.items()}
     for name, value in values.items():

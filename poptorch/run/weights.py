@@ -37,7 +37,7 @@ class LazyWeights:
             method does not keep its object alive.
         groupings: the parameters with a value for each group of replicas; looked at when values are transferred.
         changed: names of the tensors that the device changes, where the module is run and not trained; `None` stands
-            for training, which may change all of them.
+            for training, which may change all of them. Without any, nothing is instrumented.
 
     Raises:
         RuntimeError: if the module is to be trained, and is being trained already.
@@ -47,7 +47,7 @@ class LazyWeights:
         trains: whether the device trains the module.
         host, device: the versions of the values in the module and on the device. If the device's is larger, the module
             is stale. Values that come home, and values that other wrappers are to follow, are new versions.
-        is_thawed: whether `requires_grad` of a tensor has been set; reset it to false after the check.
+        is_thawed: whether `requires_grad` of a tensor has been set since `take_thawed`.
         has_given_data: whether the `data` of a tensor has been accessed since values were copied back: it may have been
             written.
 
@@ -90,7 +90,8 @@ class LazyWeights:
         self._undo.atexit = False
         for tensor in tensors:
             self._watch(tensor, _WatchedTensor)
-        self._watch(module, _WatchedModule)
+        if self.trains or tensors:
+            self._watch(module, _WatchedModule)
         _trainings.add(self)
 
     def _of_device(self) -> list[torch.Tensor]:
@@ -112,8 +113,8 @@ class LazyWeights:
         return self.device > self.host
 
     def mark_stale(self) -> None:
-        """Record that weights changed on the device."""
-        if not self.is_stale:
+        """Record that weights, if there are any, changed on the device."""
+        if self._tensor_ids and not self.is_stale:
             self.device = next(self._versions)
 
     def mark_uploaded(self) -> None:
@@ -129,6 +130,11 @@ class LazyWeights:
         """Record a device step: weights are stale, and gradients existed on the device only."""
         self.mark_stale()
         self._has_run = True
+
+    def take_thawed(self) -> bool:
+        """Whether `requires_grad` of a tensor has been set since the previous call."""
+        is_thawed, self.is_thawed = self.is_thawed, False
+        return is_thawed
 
     def check_hooks(self) -> None:
         """Raise an `Error` if a module has gradient hooks."""

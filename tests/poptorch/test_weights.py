@@ -19,7 +19,7 @@ from poptorch.base.replica_groups import GroupedParameter, ParameterProxy, Repli
 from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.enums import CommGroupType, VariableRetrievalMode
 from poptorch.errors import Error
-from poptorch.run.weight_values import read_host_values, tensors_of, write
+from poptorch.run.weight_values import overwrite_tensors, read_host_values, tensors_of
 from poptorch.run.weights import LazyWeights, TrainingRegistry
 
 
@@ -90,7 +90,9 @@ def test_write_is_in_place(module):
     view, half = module.first.weight.detach()[1], module.half().norm.running_mean
     assert module.first.weight.dtype == torch.float16
     view = module.first.weight.detach()[1]
-    write(module, {"first.weight": np.full((3, 3), 5, np.float16), "steps": np.array([1, 2], np.int32)})
+    overwrite_tensors(
+        tensors_of(module), {"first.weight": np.full((3, 3), 5, np.float16), "steps": np.array([1, 2], np.int32)}, {}
+    )
     assert view.tolist() == [5, 5, 5] and module.second.weight is module.first.weight
     assert module.steps.tolist() == [1, 2] and module.steps.dtype == torch.int64
     assert half.dtype == torch.float16 and module.first.weight.requires_grad
@@ -99,16 +101,16 @@ def test_write_is_in_place(module):
 def test_write_takes_arrays_that_are_read_only(module):
     number = np.array(3.0, np.float32)
     number.flags.writeable = False
-    write(module, {"scale": number})
+    overwrite_tensors(tensors_of(module), {"scale": number}, {})
     assert module.scale.item() == 3
 
 
 def test_write_checks_everything_first(module):
     before = module.scale.item()
     with pytest.raises(Error, match=r"steps has the shape \[2\] on the host and \[1\] on the device"):
-        write(module, {"scale": np.array(9.0), "steps": np.zeros(1)})
+        overwrite_tensors(tensors_of(module), {"scale": np.array(9.0), "steps": np.zeros(1)}, {})
     with pytest.raises(Error, match="no parameters or buffers named a, b. It has scale, first.weight"):
-        write(module, {"scale": np.array(9.0), "a": np.zeros(1), "b": np.zeros(1)})
+        overwrite_tensors(tensors_of(module), {"scale": np.array(9.0), "a": np.zeros(1), "b": np.zeros(1)}, {})
     assert module.scale.item() == before
     with pytest.raises(Error, match="named a"):
         read_host_values(module, names=["a"])
@@ -447,7 +449,7 @@ def test_grouped_values_go_there_and_back(kind, size, retrieval):
     host = module.weight.detach().numpy().copy()
     variable = read_host_values(module, groupings)["weight"].copy()
     assert variable.shape == ((groups.count, 3) if groups.count > 1 else (3,))
-    write(module, {"weight": variable * 2}, groupings)
+    overwrite_tensors(tensors_of(module), {"weight": variable * 2}, groupings)
     rows = 2 * host
     if retrieval == VariableRetrievalMode.AllReplicas:
         rows = rows[list(groups.assignment)]

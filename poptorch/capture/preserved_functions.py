@@ -286,7 +286,7 @@ PRESERVED_FUNCTIONS: tuple[PreservedFunction, ...] = (
     _preserve(F.scaled_dot_product_attention),
     _preserve(F.multi_head_attention_forward),
     *(_preserve(f, applies=_with_rows, shaped_as=_shaped_as_recurrent(f), otherwise=packed(f)) for f in _RECURRENT),
-    *map(_preserve, _CELLS),
+    *(_preserve(f) for f in _CELLS),
     _preserve(F.dropout),
     _preserve(F.embedding, applies=lambda given: given["max_norm"] is None),
 )

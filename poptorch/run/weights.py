@@ -92,7 +92,7 @@ class LazyWeights:
             self._watch(tensor, _WatchedTensor)
         if self.trains or tensors:
             self._watch(module, _WatchedModule)
-        _trainings.add(self)
+            _trainings.add(self)
 
     def _of_device(self) -> list[torch.Tensor]:
         """Tensors modified by the device."""

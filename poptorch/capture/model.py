@@ -6,7 +6,7 @@ line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -122,13 +122,10 @@ def _capture(tracer: Tracer, asked: CaptureRequest) -> Captured:
     with (
         recorder.leaving_numbers(),
         _cleared(fakes, inputs),  # unreferenced tensors are gone before that
-        _fake_module(tracer, asked, fakes, attributes) as on_host,
-        not_rebound(module, is_constant_state),
-        _patches(tracer),
-        _derivatives(tracer, asked.derives) as applications,
-        tracer.listening(),
-        _counters(module, tape, on_host),
+        attributes.restored(),
+        _surroundings(tracer, asked, fakes, is_constant_state) as applications,
     ):
+        on_host = tracer.host_state
         with _located_errors(recorder):
             result = asked.forward(list(inputs))
         changed = {name: was for name, was in attributes.counting().items() if f"model.{name}" not in on_host.apart}
@@ -177,19 +174,41 @@ def _state_inputs(
 
 
 @contextmanager
-def _fake_module(
-    tracer: Tracer, asked: CaptureRequest, fakes: dict[str, torch.Tensor], attributes: Attributes
-) -> Iterator[HostState]:
-    """Give the module fake tensors for a block; afterwards restore it, and the host objects that `forward` changes."""
+def _surroundings(
+    tracer: Tracer,
+    asked: CaptureRequest,
+    fakes: dict[str, torch.Tensor],
+    is_constant_state: Callable[[str, torch.Tensor], bool],
+) -> Iterator[list[Application]]:
+    """What `forward` finds in a block: fake tensors in its module, and functions of PyTorch that a tracer can see.
+
+    Afterwards the module and the host objects that `forward` changes are as before. Collects custom derivatives, if the
+    trace is to be differentiated.
+    """
+    module = asked.module
     with ExitStack() as stack:
-        stack.enter_context(attributes.restored())
-        tracer.host_state = stack.enter_context(HostState(asked.module, asked.function).restored())
-        stack.enter_context(with_tensors(asked.module, fakes))
-        stack.enter_context(averaging())
-        stack.enter_context(recurrent_in_any_dtype())
+        enter = stack.enter_context
+        tracer.host_state = enter(HostState(module, asked.function).restored())
+        enter(with_tensors(module, fakes))
+        enter(averaging())
+        enter(recurrent_in_any_dtype())
         if asked.with_scopes:
-            stack.enter_context(_scopes(asked.module, tracer.recorder.scopes))
-        yield tracer.host_state
+            enter(_scopes(module, tracer.recorder.scopes))
+        enter(not_rebound(module, is_constant_state))
+        enter(capture_in_progress(tracer))
+        enter(seeding(tracer.recorder))
+        enter(checkpoints_in_regions(tracer))
+        enter(named_as_cpus(tracer.device_of))
+        for patch in _ALWAYS:
+            enter(patch())
+        applications = enter(deriving(tracer)) if asked.derives else []
+        if asked.derives:
+            enter(recording_hooks(tracer))
+        enter(tracer.listening())
+        if asked.tape is not None:  # counters in place of its numbers
+            enter(recording_number_functions(tracer.host_state.namespaces))
+            _insert_counters(module, asked.tape)
+        yield applications
 
 
 @contextmanager
@@ -201,16 +220,6 @@ def _cleared(fakes: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> Iter
         fakes.clear()
 
 
-@contextmanager
-def _derivatives(tracer: Tracer, derives: bool) -> Iterator[list[Application]]:
-    """Collect custom derivatives and hooks of gradients in a block; neither, if nothing is differentiated."""
-    if not derives:
-        yield []
-        return
-    with deriving(tracer) as applications, recording_hooks(tracer):
-        yield applications
-
-
 def _derive(tracer: Tracer, applications: Iterable[Application], has_breaks: bool) -> None:
     """Trace the custom derivatives of functions; with graph breaks, fall back to those of their ops."""
     for application in applications:
@@ -218,30 +227,6 @@ def _derive(tracer: Tracer, applications: Iterable[Application], has_breaks: boo
             application.give_up()
         else:
             derive(tracer, application)
-
-
-@contextmanager
-def _counters(module: torch.nn.Module, tape: Tape | None, host: HostState) -> Iterator[None]:
-    """Record the arithmetic on the tape's numbers in a block, with counters in place of them."""
-    if tape is None:
-        yield
-        return
-    with recording_number_functions(host.namespaces):
-        _insert_counters(module, tape)
-        yield
-
-
-@contextmanager
-def _patches(tracer: Tracer) -> Iterator[None]:
-    """Patch functions of PyTorch that a tracer cannot see, for a block."""
-    with ExitStack() as stack:
-        stack.enter_context(capture_in_progress(tracer))
-        stack.enter_context(seeding(tracer.recorder))
-        stack.enter_context(checkpoints_in_regions(tracer))
-        stack.enter_context(named_as_cpus(tracer.device_of))
-        for patch in _ALWAYS:
-            stack.enter_context(patch())
-        yield
 
 
 def _check_buffers(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from poptorch.base.leaves import Leaf
+from poptorch.capture.constants import HOST_FUNCTIONS
 from poptorch.capture.tracer import current
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -23,6 +24,8 @@ def op(has_effect: bool = False) -> Callable[[F], F]:
 
     def declare(function: F) -> F:
         signature = inspect.signature(function)
+        name = f"poptorch.{function.__name__}"
+        HOST_FUNCTIONS[name] = function
 
         @functools.wraps(function)
         def op(*args: Any, **kwargs: Any) -> Any:
@@ -31,7 +34,7 @@ def op(has_effect: bool = False) -> Callable[[F], F]:
                 return function(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            return tracer.record(f"poptorch.{function.__name__}", function, bound.arguments, has_effect)
+            return tracer.record(name, function, bound.arguments, has_effect)
 
         return cast(F, op)
 

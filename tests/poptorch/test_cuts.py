@@ -84,6 +84,14 @@ def wholes(x: torch.Tensor) -> torch.Tensor:
     return y[y[:, 0] > y[0, 0] - 0.1]
 
 
+def marked(x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Ops of poptorch, and functions of what comes of them that a program cannot know."""
+    y = poptorch.set_available_memory(poptorch.ipu_print_tensor(poptorch.nop(x), "x"), 0.5)
+    y = poptorch.dynamic_update(y, poptorch.dynamic_slice(y, 0, i, 2, 1), 0, i * 0, 2)
+    y = poptorch.serializedMatMul(y, x.T, poptorch.MatMulSerializationMode.OutputChannels, 2)
+    return y[y[:, 0] > 0], x if poptorch.identity_loss(x, "mean") > 0.2 else -x
+
+
 CASES: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "a loop": (halved, [(X,), (X / 4,), (X * 2,), (X,)]),
     "nonzero and numbers": (lambda x: (x.nonzero(), x.max().item(), int(x.argmax())), [(X,), (X.clamp_min(0),)]),
@@ -94,6 +102,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "one_hot": (lambda n: F.one_hot(n) * 2, [(LENGTHS,), (LENGTHS - 1,)]),
     "arrays": (lambda x: x + torch.from_numpy(x.numpy()), [(LONG,), (LONG.roll(1),)]),
     "a mask beside places": (lambda x, n: x.index_put((k := n > 1, n[k] - 1), x[0, 0] * 2), [(X, LENGTHS)]),
+    "ops of poptorch": (marked, [(X, torch.tensor(1)), (-X, torch.tensor(2))]),
     "tolist": (lambda x, n: [part * 2 for part in x.flatten().split(n.tolist())], [(X[:3], LENGTHS)]),
 }
 

@@ -297,8 +297,8 @@ class Graph(NotCopyable):
 
     def take_in(self, op: Op) -> None:
         """Append an op with existing results, and notify dependents."""
-        for t, elsewhere in zip(op.inputs, op.read_elsewhere(), strict=True):
-            t.used_by(op, elsewhere)
+        for t, place, elsewhere in zip(op.inputs, op.input_locations(), op.read_elsewhere(), strict=True):
+            t.note_read(place, elsewhere)
         for part in op.parts:
             overwritten = part.inputs[min(part.modified)] if part.kind.aliased and part.modified else None
             for t in part.outputs:

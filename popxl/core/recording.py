@@ -159,6 +159,18 @@ class Op:
         made = {each for run in self.runs for each in (run.outputs[i], run.outputs[i].origin)}
         return all(each.has_certain_location and not _differ(each.location, self.location) for each in made)
 
+    def input_locations(self) -> tuple[Location, ...]:
+        """For each input, the location where the op reads it, `None` parts where that is open.
+
+        An op whose results are on several IPUs reads an operand where the result at its position is, if there are as
+        many.
+        """
+        if not self.kind.ipus:
+            return ((self.ipu, self.io_tiles),) * len(self.inputs)
+        ipus = self.attributes[self.kind.ipus]
+        places = ipus if len(ipus) == len(self.inputs) else (None,) * len(self.inputs)
+        return tuple((ipu, self.io_tiles) for ipu in places)
+
     def read_elsewhere(self) -> tuple[bool, ...]:
         """For each input, whether a called graph that was built on another IPU reads it."""
         elsewhere = {
@@ -252,7 +264,7 @@ class Op:
         if wanted is None or t.graph_ref is not self._graph or t.spec.to_tuple() != wanted.spec.to_tuple():
             raise PopxlError(f"{self!r} ({self.source}) cannot bind {t!r} to {wanted!r}, an input gained by its graph.")
         self.edit(inputs=(*self.inputs, t))
-        t.used_by(self, self.read_elsewhere()[-1])
+        t.note_read(self.input_locations()[-1], self.read_elsewhere()[-1])
         wanted.bound_to(t)
 
     def trim_outputs(self, count: int) -> None:

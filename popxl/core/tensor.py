@@ -242,11 +242,11 @@ class Tensor(CopyIsSelf, Operators):
         self._producer = weakref.ref(op)
         self._origin = None if alias_of is None else alias_of.origin
 
-    def used_by(self, op: Op, elsewhere: bool) -> None:
-        """Record a reading op, which may determine the tensor's location, and whether the read really happens
+    def note_read(self, location: Location, elsewhere: bool) -> None:
+        """Record where an op reads the tensor, which may determine its location, and whether the read really happens
         elsewhere."""
         if self._producer is None:
-            self._used_at = min(self._used_at, (op.ipu, op.io_tiles), key=_known_first)
+            self._used_at = min(self._used_at, location, key=_known_first)
             self.is_read_elsewhere = self.is_read_elsewhere or elsewhere
 
     @property

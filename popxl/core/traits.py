@@ -291,7 +291,7 @@ class Colocated(Trait):
 
 @dataclass(frozen=True)
 class OnIpus(Trait):
-    """Each result has an IPU; operands may be anywhere."""
+    """Each result has an IPU. If there are as many operands, each is where the result at its position is."""
 
     attribute: str
 

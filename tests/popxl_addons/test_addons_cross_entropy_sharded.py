@@ -172,6 +172,9 @@ def test_where_the_blocks_are(ir: popxl.Ir) -> None:
     assert [(t.ipu, t.shape) for t in op.outputs] == [(1, (3,)), (1, (2, 3)), (2, (2, 3))]
     with pytest.raises(ValueError, match=r"`logits` are on the IPUs \(1, 2\), and `indices` on \(2, 1\)"):
         cross_entropy_sharded_wr_loss(logits, indices[::-1])
+    unplaced = [popxl.variable(np.ones((3, 2)), popxl.float32), popxl.variable([0, 1, 2], popxl.int32)]
+    for some in ((logits, [unplaced[1]] * 2), ([logits[0], unplaced[0]], indices)):
+        assert [t.ipu for t in cross_entropy_sharded_wr_loss(*some).producer.outputs] == [1, 1, 2]
     graph = addons.GraphWithNamedArgs(
         ir.create_graph(lambda *t: cross_entropy_sharded_wr_loss(t[:2], t[2:], (1, 2)), *logits, *indices)
     )
@@ -187,7 +190,7 @@ def test_what_is_refused_within_a_replica(ir: popxl.Ir) -> None:
         ([x, x], [i], None, ValueError, "2 `logits` and 1 `indices`"),
         ([], [], None, ValueError, "0 `logits`"),
         ([x, x], [i, i], [0], ValueError, r"`ipus` is \(0,\), for 2 blocks"),
-        ([popxl.variable(np.ones((3, 2)))], [i], None, ValueError, "Say in `ipus`"),
+        ([popxl.variable(np.ones((3, 2)))], [popxl.constant([0, 1, 2])], None, ValueError, "Say in `ipus`"),
         (x, [i], None, TypeError, "`logits` must be a list of tensors"),
         ([x], [3], None, TypeError, "`indices` must be a list of tensors"),
         ([x, x[:2]], [i, i], [0, 1], PopxlError, r"expected `logits\[1\]` of shape \(3, classes\)"),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import popxl
 from popxl import OpKind, TensorSpec
-from popxl.errors import PopxlError, UndefinedValue
+from popxl.errors import PopxlError
 from popxl.extend.kernels import widen
 from popxl.op import REFUSED, OnIpus
 from popxl_addons.ops.cross_entropy_sharded_loss.cross_entropy_sharded_loss import (
@@ -114,7 +114,7 @@ def cross_entropy_sharded_wr_loss(
             may differ in width.
         indices: integer tensors of shape ``(samples,)``, one for each IPU: copies of the labels, counted from the first
             class of the first block.
-        ipus: IPU of each block; by default, those of the tensors.
+        ipus: IPU of each block; by default, that of its logits and labels, of which one may be unknown.
 
     Returns:
         The loss of each sample, of shape ``(samples,)``, on the first IPU.
@@ -122,7 +122,7 @@ def cross_entropy_sharded_wr_loss(
     Raises:
         TypeError: if `logits` or `indices` is not a list of tensors.
         ValueError: if `logits`, `indices` and `ipus` differ in number, if a block and its indices are on different
-            IPUs, or if no `ipus` are given and those of the tensors are unknown.
+            IPUs, or if no `ipus` are given and those of the tensors of a block are unknown.
         PopxlError: if shapes or dtypes do not fit.
 
     Example:
@@ -150,11 +150,14 @@ def cross_entropy_sharded_wr_loss(
 
 
 def _ipus_of(name: str, logits: Sequence[popxl.Tensor], indices: Sequence[popxl.Tensor]) -> tuple[int, ...]:
-    """IPUs of blocks, with block indices."""
-    try:
-        places, others = (tuple(t.ipu for t in tensors) for tensors in (logits, indices))
-    except UndefinedValue as problem:
-        raise ValueError(f"{name}: {problem} Say in `ipus` where the blocks of classes are.") from None
-    if places != others:
+    """IPUs of blocks of classes, each that of the logits or of the labels, of which one may be unknown."""
+    places, others = (tuple(t.location[0] for t in tensors) for tensors in (logits, indices))
+    pairs = list(zip(places, others, strict=True))
+    if any(None not in pair and pair[0] != pair[1] for pair in pairs):
         raise ValueError(f"{name}: `logits` are on the IPUs {places}, and `indices` on {others}; expected the same.")
-    return places
+    found = tuple(label if block is None else block for block, label in pairs)
+    known = tuple(ipu for ipu in found if ipu is not None)
+    if len(known) < len(found):
+        t = logits[found.index(None)]
+        raise ValueError(f"{name}: The IPU of {t!r} is not known. Say in `ipus` where the blocks of classes are.")
+    return known

@@ -984,6 +984,22 @@ def test_over_ipus_by_where_the_tensors_are() -> None:
                 ops.add(*c.all_reduce(copies))
 
 
+def test_over_ipus_of_graph_inputs() -> None:
+    """An operand is where the result at its position is: residual connections add to it there."""
+    ir = popxl.Ir()
+    spec = popxl.TensorSpec((3,), popxl.float32)
+
+    def residual(*xs: popxl.Tensor) -> list[popxl.Tensor]:
+        sums = []
+        for ipu, (x, y) in enumerate(zip(xs, c.all_reduce_identical_inputs(xs, ipus=[0, 1]), strict=True)):
+            with popxl.ipu(ipu):
+                sums.append(x + y)
+        return sums
+
+    graph = ir.create_graph(residual, spec, spec)
+    assert [t.ipu for t in (*graph.inputs, *graph.outputs)] == [0, 1, 0, 1]
+
+
 @pytest.mark.parametrize(
     "op", [c.all_reduce, c.all_reduce_identical_inputs, c.all_reduce_identical_grad_inputs], ids=lambda op: op.__name__
 )

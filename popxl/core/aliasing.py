@@ -152,7 +152,9 @@ def overwritten(op: Op) -> frozenset[int]:
 
 def by_reference(op: Op) -> frozenset[int]:
     """Positions of op inputs passed by reference, by declaration or per call."""
-    declared = (run.first + i for run in op.runs for i, t in enumerate(run.inputs) if t.by_ref)
+    declared = (
+        run.first + i for run in op.runs for i, (_, t) in enumerate(zip(run.given, run.inputs, strict=False)) if t.by_ref
+    )
     return op.modified.union(declared)
 
 

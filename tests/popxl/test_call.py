@@ -594,6 +594,20 @@ def test_calls_may_be_nested_deeper_than_python_recurses(ir, called_graphs, tmp_
         assert session.program.temporaries() < 1e6
 
 
+def test_a_graph_that_gains_inputs_by_reference_is_refused_when_it_runs() -> None:
+    """Say, a gradient graph that is given accumulators after it was called."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(np.float32([1, 2]))
+        graph = ir.create_graph(lambda x: x * 2.0, x)
+        ops.host_store(popxl.d2h_stream(x.shape, x.dtype), *ops.call(graph, x))
+        with graph:
+            for name in ("accumulator", "counter"):
+                ops.var_updates.accumulate_(popxl.graph_input(x.shape, x.dtype, name, by_ref=True), graph.inputs[0])
+    with pytest.raises(PopxlError, match=r"gained inputs after Op\[Call.101\].*Call a graph after it has all its inputs"):
+        popxl.Session(ir)
+
+
 def computed_again() -> popxl.Ir:
     """tanh of a variable, times tanh of the same: a program that recomputes wants nothing to be kept for later."""
     ir = popxl.Ir()

@@ -149,10 +149,8 @@ class _IExecutionStrategy(ABC):
         Raises:
             AssertionError: if the strategy does not list the block.
         """
-        for listed, stage, _, _ in self.block_stages():
-            if listed == block_id:
-                return stage
-        raise AssertionError(self._unknown(block_id))
+        stage, _, _ = self._listed(block_id)
+        return stage
 
     def place_block(self, block_id: BlockId, ipu_id: int | None, begun: int) -> BlockPlacement:
         """Placement of a block.
@@ -165,21 +163,23 @@ class _IExecutionStrategy(ABC):
         Raises:
             AssertionError: if the strategy does not list the block, or needs a unit.
         """
-        for listed, stage, number, phase in self.block_stages():
-            if listed == block_id:
-                asked = ipu_id if stage.unit is None else stage.unit
-                return BlockPlacement(self._default_unit(number, phase) if asked is None else asked, number, phase)
-        raise AssertionError(self._unknown(block_id))
+        stage, number, phase = self._listed(block_id)
+        asked = ipu_id if stage.unit is None else stage.unit
+        return BlockPlacement(self._default_unit(number, phase) if asked is None else asked, number, phase)
 
     def _default_unit(self, stage: int, phase: int | None) -> int:
         return stage
 
-    def _unknown(self, block_id: BlockId) -> str:
-        known = ", ".join(repr(listed) for listed, *_ in self.block_stages()) or "none"
-        return (
-            f"Unknown Block {block_id!r}: {type(self).__name__} does not list it; it lists {known}. Add the block to "
-            "one of its stages."
-        )
+    def _listed(self, block_id: BlockId) -> tuple[Stage, int, int | None]:
+        listed = {each: place for each, *place in self.block_stages()}
+        if block_id not in listed:
+            known = ", ".join(map(repr, listed)) or "none"
+            raise AssertionError(
+                f"Unknown Block {block_id!r}: {type(self).__name__} does not list it; it lists {known}. Add the block "
+                "to one of its stages."
+            )
+        stage, number, phase = listed[block_id]
+        return stage, number, phase
 
     def _check_listed_once(self) -> None:
         seen: dict[BlockId, Stage] = {}

@@ -55,6 +55,7 @@ class Compiled:
         io, session, read, counting: as passed.
         batching, seed: those of the request.
         anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
+        times: timestamps of the last call.
         version: number of writes to the variables.
     """
 
@@ -109,7 +110,7 @@ class Compiled:
             [self.batching.micro_batches * replicas] * len(io.inputs),
             [result.count * replicas for result in results[: self._count]],
         )
-        self._moments = (0.0, 0.0, 0.0, 0.0)
+        self.times = Times(*self._steps)
 
     # Running --------------------------------------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class Compiled:
                 results.append(from_numpy(array.reshape(shape)))
         except DeviceError as problem:
             raise Error(str(problem), "popxl_runtime_error") from problem
-        self._moments = asked, given, ready, perf_counter()  # one assignment: other threads set them too
+        self.times = Times(*self._steps, asked, given, ready, perf_counter())  # one assignment: other threads do so too
         return results
 
     def _check_apart(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -170,11 +171,6 @@ class Compiled:
                         f"wrapped model each argument is a tensor of its own, so {name} would not change with it. Give "
                         "it a copy: `tensor.clone()`."
                     )
-
-    @property
-    def times(self) -> Times:
-        """Timestamps of the last call."""
-        return Times(*self._steps, *self._moments)
 
     def _fed(self, t: torch.Tensor, name: str) -> np.ndarray:
         """Convert a tensor to the program's input layout, with each replica's rows contiguous."""

@@ -10,6 +10,7 @@ import copy
 import difflib
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Self, get_type_hints
 
@@ -17,6 +18,7 @@ NO_EFFECT = "no effect here"
 """What a setting says that decides speed, memory or scheduling on hardware that programs ran on before."""
 
 
+@dataclass(eq=False)
 class Setting:
     """One setting of a group, declared in its class body: `device_iterations: int = setting(1, ...)`.
 
@@ -36,43 +38,37 @@ class Setting:
         of_the_run: whether it depends on the machine, for example by naming a folder: saved models do not contain it.
     """
 
-    name: str
+    default: Any
+    here: str
+    by: str
+    kind: Any = None
+    valid: Callable[[Any], bool] | None = None
+    expects: str = ""
+    error: type[Exception] = AssertionError
+    make: Callable[[], Any] | None = None
+    shown: str = ""
+    words: str = ""
+    of_the_run: bool = False
 
-    def __init__(
-        self,
-        default: Any,
-        here: str,
-        by: str,
-        kind: Any = None,
-        valid: Callable[[Any], bool] | None = None,
-        expects: str = "",
-        error: type[Exception] = AssertionError,
-        make: Callable[[], Any] | None = None,
-        shown: str = "",
-        words: str = "",
-        of_the_run: bool = False,
-    ) -> None:
-        self.here = here
-        self.by = by
-        self._kind = kind or (None if default is None else type(default))
-        self.valid = valid
-        self.of_the_run = of_the_run
-        self.expects = expects
-        self.error = error
-        self.words = f"{words} " if words else ""
-        self.make = make or (lambda: copy.deepcopy(default))
-        self.shown = shown or (_shown(default) if make is None else "")
+    def __post_init__(self) -> None:
+        self.kind = self.kind or (None if self.default is None else type(self.default))
+        self.shown = self.shown or (_shown(self.default) if self.make is None else "")
+
+    def initial(self) -> Any:
+        """Initial value of a new group."""
+        return copy.deepcopy(self.default) if self.make is None else self.make()
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name, self._owner = name, owner
 
     def check(self, value: Any, owner: str) -> None:
         """Raise an error unless this setting of group `owner` accepts the value."""
-        kind = self._kind or get_type_hints(self._owner)[self.name]
+        kind = self.kind or get_type_hints(self._owner)[self.name]
         if isinstance(value, kind) and (self.valid is None or self.valid(value)):
             return
         expected = self.expects or in_words(kind)
-        raise self.error(f"{self.words}{owner}.{self.by}: `{self.name}` is {value!r}; expected {expected}.")
+        words = f"{self.words} " * bool(self.words)
+        raise self.error(f"{words}{owner}.{self.by}: `{self.name}` is {value!r}; expected {expected}.")
 
 
 def _shown(default: Any) -> str:
@@ -119,7 +115,7 @@ class OptionsDict:
     def __init__(self, **default_values: Any) -> None:
         vars(self)["_frozen"] = False
         for name, declared in self._declared().items():
-            vars(self)[name] = declared.make() if isinstance(declared, Setting) else declared.kind()
+            vars(self)[name] = declared.initial() if isinstance(declared, Setting) else declared.kind()
         self._set(**default_values)
 
     @classmethod

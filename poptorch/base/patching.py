@@ -1,10 +1,12 @@
-"""`patched`: attributes that are replaced for the time of a block."""
+"""State for the time of a block: `patched` attributes, items `pushed` on stacks, and `restoring` contents after it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
 
 
 @contextmanager
@@ -31,3 +33,25 @@ def patched(holder: Any, **attributes: Any) -> Iterator[None]:
                 setattr(holder, name, before[name])
             else:
                 delattr(holder, name)
+
+
+@contextmanager
+def pushed(stack: list[Item], item: Item) -> Iterator[Item]:
+    """Have an item on top of a stack within a block."""
+    stack.append(item)
+    try:
+        yield item
+    finally:
+        stack.pop()
+
+
+@contextmanager
+def restoring(*namespaces: dict[str, Any]) -> Iterator[None]:
+    """Put the contents of dictionaries back after a block."""
+    before = [dict(namespace) for namespace in namespaces]
+    try:
+        yield
+    finally:
+        for namespace, contents in zip(namespaces, before, strict=True):
+            namespace.clear()
+            namespace.update(contents)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from poptorch.base.host_numbers import Number
-from poptorch.base.patching import patched
+from poptorch.base.patching import patched, restoring
 from poptorch.capture.counters import CARRIED_TYPES, Counter
 from poptorch.errors import createPoptorchError
 
@@ -80,12 +80,11 @@ class Attributes:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Install this snapshot on the modules during a block, then reinstall the previous attributes."""
-        before = [(namespace, dict(namespace)) for namespace, _ in self._values]
-        try:
-            _set(self._values)
+        with restoring(*(now for now, _ in self._values)):
+            for now, then in self._values:
+                now.clear()
+                now.update(then)
             yield
-        finally:
-            _set(before)
 
     def is_unchanged(self, module: torch.nn.Module, name: str) -> bool:
         """Whether a module attribute is still the recorded object."""
@@ -123,12 +122,6 @@ class Attributes:
 def _is_setting(name: str, value: Any) -> bool:
     """Whether an attribute looks like a number that users set, such as a temperature. (NaN never equals itself.)"""
     return type(value) in (bool, int, float) and not name.startswith("_") and name != "training" and value == value
-
-
-def _set(values: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for namespace, wanted in values:
-        namespace.clear()
-        namespace.update(wanted)
 
 
 @contextmanager
@@ -177,11 +170,11 @@ def not_rebound(
     """
     places = []
     modules = {each: path for path, each in torch.nn.Module.named_modules(module)}
-    children = [(each._modules, dict(each._modules)) for each in modules]
     for each, path in modules.items():
         for kind, tensors in (("Parameter", each._parameters), ("Buffer", each._buffers)):
             places.append((kind, f"{path}." if path else "", isinstance(each, _BATCH_NORMS), tensors, dict(tensors)))
-    try:
+    namespaces = [*(tensors for _, _, _, tensors, _ in places), *(each._modules for each in modules)]
+    with restoring(*namespaces):
         with _moving() as moved:
             yield
         for kind, prefix, exempt, tensors, before in places:
@@ -195,8 +188,6 @@ def not_rebound(
         for name, t in torch.nn.Module.named_parameters(module):
             if name not in known and not is_made(name, t):
                 raise _made_late("Parameter", name, "not there")
-    finally:
-        _set([*((tensors, before) for _, _, _, tensors, before in places), *children])
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from poptorch.base.patching import pushed
 from poptorch.capture.host_tensors import HostTensors
 from poptorch.capture.trace import Trace, Value
 from popxl.extend.source import SourceLocation
@@ -69,9 +70,6 @@ class FrameStack:
     def nested(self) -> Iterator[Trace]:
         """Record a function for an op of the current one."""
         frame = Frame()
-        self._frames.append(frame)
-        try:
+        with pushed(self._frames, frame):
             yield frame.trace
-        finally:
-            self._frames.pop()
         frame.trace.inputs += [frame.inputs[id(value)] for value in frame.trace.outer]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from poptorch.base.patching import patched, pushed
 from poptorch.capture.captured_constants import locate_constant, user_line
 from poptorch.capture.constants import buffer_dependencies, distance, numbers_of
 from poptorch.capture.frames import FrameStack
@@ -76,7 +77,7 @@ class Recorder:
         self._views: dict[int, TensorView] = {}
         self._storages: dict[int, TensorStorage] = {}
         self._all_storages: list[TensorStorage] = []
-        self._parts = 0
+        self._is_part = False
         self._beside: Node | None = None
         self._numbers: dict[Value, torch.Tensor] = {}
 
@@ -268,7 +269,7 @@ class Recorder:
         Args:
             blocks_grad: whether this tensor alone decides that no gradients flow, and not the operands of the value.
         """
-        if not self._parts:
+        if not self._is_part:
             storage.unsettled.append((value, t, blocks_grad and storage.blocks_grad))
 
     def _unknown(self, t: torch.Tensor) -> TensorView:
@@ -405,26 +406,17 @@ class Recorder:
         assert node is not None
         node.is_kept = True
 
-    @contextmanager
-    def region(self) -> Iterator[None]:
+    def region(self) -> AbstractContextManager[None]:
         """Record ops of a block as a region with recomputed activations."""
-        before = self.regions
         self._region_count += 1
-        self.regions = (*before, self._region_count)
-        try:
-            yield
-        finally:
-            self.regions = before
+        return patched(self, regions=(*self.regions, self._region_count))
 
     @contextmanager
     def recording_decomposition(self) -> Iterator[list[torch.Tensor]]:
         """Record a decomposition. PyTorch tracks no gradients within, except for results that the caller lists."""
         results: list[torch.Tensor] = []
-        self._parts += 1
-        try:
+        with patched(self, _is_part=True):
             yield results
-        finally:
-            self._parts -= 1
         for t in results:
             value = self.value_of(t)
             self._await(self._views[id(t)].storage, value, t)
@@ -434,13 +426,8 @@ class Recorder:
     @contextmanager
     def recording_at(self, node: Node) -> Iterator[None]:
         """Record ops with the placement and module scope of an earlier op."""
-        self._beside = node
-        self.scopes.append(node.scope)
-        try:
+        with patched(self, _beside=node), pushed(self.scopes, node.scope):
             yield
-        finally:
-            self._beside = None
-            self.scopes.pop()
 
     def resolve_requires_grad(self) -> None:
         """Record gradient flow for all values."""

@@ -49,22 +49,14 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, export=True)
 
 
-@contextmanager
-def unlogged_errors() -> Iterator[None]:
+def unlogged_errors() -> AbstractContextManager[None]:
     """Suppress logged tracebacks for errors that fake tensors raise anyway, such as shape mismatches."""
-    with patched(logging.getLogger(FakeTensorMode.__module__), disabled=True):
-        yield
+    return patched(logging.getLogger(FakeTensorMode.__module__), disabled=True)
 
 
-@contextmanager
-def unvalidated_distributions() -> Iterator[None]:
+def unvalidated_distributions() -> AbstractContextManager[None]:
     """Disable argument validation of `torch.distributions`, which would read tensor contents."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
+    return patched(Distribution, _validate_args=False)
 
 
 @contextmanager

@@ -8,13 +8,14 @@ recurrent layers and others with a name of their own in printed graphs. Ops with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from poptorch.base.patching import patched, pushed
 from poptorch.capture.autocast import NARROWED, autocast_dtype, narrowed
 from poptorch.capture.captured_constants import is_users
 from poptorch.capture.decompositions import sequential_update
@@ -113,14 +114,9 @@ class Tracer:
                 stack.enter_context(mode)
             yield
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Suspend recording within a block."""
-        before, self.is_suspended = self.is_suspended, True
-        try:
-            yield
-        finally:
-            self.is_suspended = before
+        return patched(self, is_suspended=True)
 
     def hears(self, given: Any) -> bool:
         """Whether operations on these arguments are recorded: another thread may run unrelated ones."""
@@ -138,16 +134,11 @@ class Tracer:
         """Device of a tensor from the model's perspective."""
         return HOST if not is_wrapped(t) and self.recorder.is_on_host(t) else IPU
 
-    @contextmanager
-    def making(self, args: Any, kwargs: Any) -> Iterator[None]:
+    def making(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
         """Place intermediate tensors of a function on the host, if all tensor arguments are host tensors."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        before = self.recorder.makes_on_host
-        self.recorder.makes_on_host = bool(tensors) and all(self.to_model(t) == HOST for t in tensors)
-        try:
-            yield
-        finally:
-            self.recorder.makes_on_host = before
+        makes_on_host = bool(tensors) and all(self.to_model(t) == HOST for t in tensors)
+        return patched(self.recorder, makes_on_host=makes_on_host)
 
     def on_device(self, t: torch.Tensor) -> torch.Tensor:
         """Move a host tensor to the device; return other tensors unchanged."""
@@ -478,11 +469,6 @@ def current() -> Tracer | None:
     return _tracers[-1] if _tracers else None
 
 
-@contextmanager
-def capture_in_progress(tracer: Tracer) -> Iterator[None]:
+def capture_in_progress(tracer: Tracer) -> AbstractContextManager[Tracer]:
     """Make this capture `current` within a block."""
-    _tracers.append(tracer)
-    try:
-        yield
-    finally:
-        _tracers.pop()
+    return pushed(_tracers, tracer)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import popxl
 from poptorch.base.dtypes import device_dtype
+from poptorch.base.patching import patched
 from poptorch.capture.trace import Node, Trace, Value
 from poptorch.errors import createPoptorchError
 from poptorch.lowering.operands import broadcast
@@ -185,12 +186,9 @@ class Emission:
         Raises:
             poptorch.Error: for an op without a lowering, or one that its lowering refuses.
         """
-        before, _emissions.current = _emissions.current, self
-        try:
+        with patched(_emissions, current=self):
             for node in nodes:
                 self._write(node)
-        finally:
-            _emissions.current = before
 
     def _write(self, node: Node) -> None:
         lowering = lowering_of(node.op, node.overload)

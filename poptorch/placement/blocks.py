@@ -28,7 +28,7 @@ Layer = TypeVar("Layer", bound=Callable[..., Any])
 class _Scope:
     """A `with` statement that annotates captured operations."""
 
-    def _open(self, ambient: CaptureContext) -> AbstractContextManager[None]:
+    def _open(self, ambient: CaptureContext) -> AbstractContextManager[Any]:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class Block(_Scope, torch.nn.Module):
         self._user_id = user_id
         self._ipu_id = ipu_id
 
-    def _open(self, ambient: CaptureContext) -> AbstractContextManager[None]:
+    def _open(self, ambient: CaptureContext) -> AbstractContextManager[Any]:
         return ambient.block(_as_string(self._user_id), self._ipu_id)
 
     @staticmethod
@@ -307,7 +307,7 @@ class NameScope(_Scope):
             raise AssertionError(f"NameScope: `name` is {name!r}; expected a string.")
         self._name = name
 
-    def _open(self, ambient: CaptureContext) -> AbstractContextManager[None]:
+    def _open(self, ambient: CaptureContext) -> AbstractContextManager[Any]:
         return ambient.named(self._name)
 
 
@@ -335,7 +335,7 @@ class Attribute(_Scope):
                 )
         self._attributes = {name: dict(values) for name, values in kwargs.items()}
 
-    def _open(self, ambient: CaptureContext) -> AbstractContextManager[None]:
+    def _open(self, ambient: CaptureContext) -> AbstractContextManager[Any]:
         return ambient.attributed(self._attributes)
 
 
@@ -390,7 +390,7 @@ class MultiConv(_Scope, OptionsDict):
     def __init__(self) -> None:
         super().__init__()
 
-    def _open(self, ambient: CaptureContext) -> AbstractContextManager[None]:
+    def _open(self, ambient: CaptureContext) -> AbstractContextManager[Any]:
         return ambient.multi_conv()
 
     def availableMemoryProportions(self, value: float | list[float]) -> Self:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from poptorch.base.logging_ import logger
+from poptorch.base.patching import patched, pushed
 from poptorch.errors import Error
 from poptorch.placement.strategies import BlockId, BlockPlacement, _IExecutionStrategy
 
@@ -136,23 +137,13 @@ class CaptureContext:
 
     # Scopes
 
-    @contextmanager
-    def named(self, name: str) -> Iterator[None]:
+    def named(self, name: str) -> AbstractContextManager[Any]:
         """Open a scope that prefixes operation names with `name`, for modules and `NameScope`."""
-        self._scopes.append(name)
-        try:
-            yield
-        finally:
-            self._scopes.pop()
+        return pushed(self._scopes, name)
 
-    @contextmanager
-    def attributed(self, attributes: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    def attributed(self, attributes: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Any]:
         """Open a scope that attaches attributes to operations."""
-        self._attributes.append(attributes)
-        try:
-            yield
-        finally:
-            self._attributes.pop()
+        return pushed(self._attributes, attributes)
 
     @contextmanager
     def multi_conv(self) -> Iterator[None]:
@@ -165,17 +156,14 @@ class CaptureContext:
             raise Error(
                 "Nested poptorch.MultiConv is not supported: one is open already. End it before the next begins."
             )
-        self._convolutions = 0
         self._multi_convs += 1
-        try:
+        with patched(self, _convolutions=0):
             yield
             if not self._convolutions:
                 raise Error(
                     "Unexpected end_multi_conv: there was no convolution in the scope of a poptorch.MultiConv. Put the "
                     "convolutions into it, or leave it out."
                 )
-        finally:
-            self._convolutions = None
 
     def count_convolution(self) -> None:
         """Count a captured convolution: a `MultiConv` needs at least one."""
@@ -206,8 +194,7 @@ def isRunningOnIpu() -> bool:
     return current() is not None
 
 
-@contextmanager
-def capturing(strategy: _IExecutionStrategy) -> Iterator[CaptureContext]:
+def capturing(strategy: _IExecutionStrategy) -> AbstractContextManager[CaptureContext]:
     """Capture with separate annotation state until exit, including exit by exception.
 
     Nested captures of the same program, such as the body of a loop, share the state: they do not call this.
@@ -219,9 +206,4 @@ def capturing(strategy: _IExecutionStrategy) -> Iterator[CaptureContext]:
         'encoder'
         Site(block='encoder', unit=1, stage=1, phase=None, scope='', attributes=(), multi_conv=None)
     """
-    ambient = CaptureContext(strategy)
-    _captures.open.append(ambient)
-    try:
-        yield ambient
-    finally:
-        _captures.open.pop()
+    return pushed(_captures.open, CaptureContext(strategy))

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from poptorch.base.logging_ import logger
-from poptorch.base.patching import patched
+from poptorch.base.patching import patched, restoring
 from poptorch.errors import createPoptorchError
 from poptorch.ops import identity_loss, return_all
 from poptorch.program.batching import Batching
@@ -317,7 +317,8 @@ class Step(torch.nn.Module):
         ]
         with ExitStack() as stack:
             for each, others in zip((self.module, *metrics), methods, strict=True):
-                stack.enter_context(_having(each, {**vars(each), **others}))
+                stack.enter_context(restoring(vars(each)))
+                vars(each).update(others)
             yield
 
 
@@ -393,19 +394,6 @@ def _warn_of_numbers(module: LightningModule, step: str) -> Iterator[None]:
 _warned: weakref.WeakKeyDictionary[LightningModule, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 
 
-@contextmanager
-def _having(module: torch.nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager temporarily replacing all module attributes."""
-    before = dict(vars(module))
-    try:
-        vars(module).clear()
-        vars(module).update(attributes)
-        yield
-    finally:
-        vars(module).clear()
-        vars(module).update(before)
-
-
 def _logger(module: LightningModule, noting: _Noting, gathers: bool) -> Callable[..., None]:
     """Replacement for `LightningModule.log` within a step; `gathers`: default for aggregating over epochs."""
     method = module.log
@@ -459,7 +447,9 @@ def _standing_in(
             with ExitStack() as stack:
                 for each, attributes in as_they_are:
                     others = {key: value for key, value in _WHERE_TRACED.items() if key in attributes}
-                    stack.enter_context(_having(each, {**attributes, **others}))
+                    stack.enter_context(restoring(vars(each)))
+                    vars(each).clear()
+                    vars(each).update({**attributes, **others})
                 metric.reset()
                 metric.update(*_OfMetric.substitute(args), **_OfMetric.substitute(kwargs))
                 return metric.compute()

@@ -6,13 +6,14 @@ The loop runs on the host; `intercept_calls` redirects each of its calls of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from poptorch.base.logging_ import logger
+from poptorch.base.patching import patched
 
 
 class _Wrapped(Protocol):
@@ -69,20 +70,9 @@ class SignatureCache:
             self._wrapped.pop().destroy()
 
 
-@contextmanager
-def intercept_calls(module: torch.nn.Module, run: Callable[..., Any]) -> Iterator[None]:
+def intercept_calls(module: torch.nn.Module, run: Callable[..., Any]) -> AbstractContextManager[None]:
     """Context manager redirecting calls of a module to a function."""
-    namespace = vars(module)
-    before = {key: namespace[key] for key in (_DOOR,) if key in namespace}
-    namespace[_DOOR] = run
-    try:
-        yield
-    finally:
-        namespace.pop(_DOOR, None)
-        namespace.update(before)
-
-
-_DOOR = "_compiled_call_impl"  # which `Module.compile` sets
+    return patched(module, _compiled_call_impl=run)  # which `Module.compile` sets
 
 
 def with_static_cache(module: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from poptorch.base.logging_ import logger
+from poptorch.base.patching import patched
 from poptorch.errors import Error, createPoptorchError
 from poptorch.run.weight_values import Groupings, overwrite_tensors, read_host_values, tensors_of
 
@@ -196,14 +197,9 @@ class LazyWeights:
             self._tensor_ids = frozenset(tensors)
             return arrays
 
-    @contextmanager
-    def _as_current(self) -> Iterator[None]:
+    def _as_current(self) -> AbstractContextManager[None]:
         """Context manager suppressing copying back on tensor reads."""
-        before, self.host = self.host, max(self.host, self.device)
-        try:
-            yield
-        finally:
-            self.host = before
+        return patched(self, host=max(self.host, self.device))
 
     def destroy(self) -> None:
         """Restore original classes of module, parameters and buffers. Values not yet copied back are lost."""

@@ -13,19 +13,26 @@ from poptorch.base.logging_ import logger
 TORCH_ONLY = ("capturable", "differentiable", "foreach", "fused")
 """Attributes that only torch's own steps know."""
 
-NEVER_VARIABLE = {
-    *TORCH_ONLY,
+ACCUM_TYPES = (
     "accum_type",
+    "velocity_accum_type",
+    "first_order_momentum_accum_type",
+    "second_order_momentum_accum_type",
+)
+
+FIXED = {
     "amsgrad",
     "bias_correction",
     "centered",
-    "first_order_momentum_accum_type",
+    "decoupled_weight_decay",
+    "initial_accumulator_value",
     "maximize",
-    "second_order_momentum_accum_type",
     "use_combined_accum",
     "use_tf_variant",
-    "velocity_accum_type",
 }
+"""Hyperparameters that determine the form of a program, or the initial state."""
+
+NEVER_VARIABLE = {*TORCH_ONLY, *ACCUM_TYPES, *FIXED}
 """Arguments that are constants of the compiled program."""
 
 

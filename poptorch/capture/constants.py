@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from poptorch.capture.preserved_functions import PRESERVED_FUNCTIONS
 from poptorch.capture.tensor_layout import overwrite
 from poptorch.capture.torch_private import without_modes, written_arguments
-from poptorch.capture.trace import LOOKED_AT, Data, Node, Value, View, values_in
+from poptorch.capture.trace import LOOKED_AT, Data, Node, Value, View, tensors_in, values_in
 from poptorch.errors import createPoptorchError
 
 _BY_SHAPE = frozenset(
@@ -127,7 +127,7 @@ def _results(node: Node, known: Mapping[Value, torch.Tensor]) -> list[torch.Tens
     if node.op in _FUNCTIONS:
         results = [_FUNCTIONS[node.op](**given)]
     elif node.op.startswith("torch."):
-        results = [t for t in pytree.tree_leaves(_preserved_results(node, given)) if isinstance(t, torch.Tensor)]
+        results = tensors_in(_preserved_results(node, given))
     else:
         op = _op(node.op, node.overload)
         if op is None:

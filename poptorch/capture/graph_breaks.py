@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.capture.constants import computed
 from poptorch.capture.torch_private import without_modes
-from poptorch.capture.trace import Value
+from poptorch.capture.trace import Value, tensors_in
 from poptorch.errors import createPoptorchError
 from popxl.extend.source import SourceLocation
 
@@ -59,11 +59,6 @@ class GraphBreak:
     def key_of(made: Any) -> tuple[Any, ...]:
         """Cache key for the program after a graph break: tensor shapes and dtypes, and numbers."""
         return tuple(map(_key_of_leaf, pytree.tree_leaves(made)))
-
-    @staticmethod
-    def tensors_in(made: Any) -> list[torch.Tensor]:
-        """Tensors within the result of a host operation."""
-        return [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
 
 
 class GraphBreaks:
@@ -169,7 +164,7 @@ class GraphBreaks:
 
     def know(self, graph_break: GraphBreak, made: Any) -> None:
         """Store the contents of values produced at a graph break."""
-        self._contents.update(zip(graph_break.made, GraphBreak.tensors_in(made), strict=True))
+        self._contents.update(zip(graph_break.made, tensors_in(made), strict=True))
 
 
 def _key_of_leaf(leaf: Any) -> tuple[Any, ...]:

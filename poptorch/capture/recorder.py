@@ -31,7 +31,18 @@ from poptorch.capture.stand_ins import StandIn
 from poptorch.capture.storages import TensorStorage, TensorView
 from poptorch.capture.tensor_layout import TensorLayout, offsets_of, views_between
 from poptorch.capture.torch_private import FakeTensor, become, forget_history, storage_key, without_modes
-from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, detached, with_leaf, with_values
+from poptorch.capture.trace import (
+    LOOKED_AT,
+    Data,
+    Node,
+    Trace,
+    Value,
+    View,
+    detached,
+    tensors_in,
+    with_leaf,
+    with_values,
+)
 from poptorch.errors import createPoptorchError
 from poptorch.placement.capture_context import CaptureContext
 from popxl.extend.source import SourceLocation
@@ -372,16 +383,15 @@ class Recorder:
         Args:
             blocks_grad: whether results that need no gradient, according to PyTorch, let none flow.
         """
-        for t in pytree.tree_leaves(tensors):
-            if isinstance(t, torch.Tensor):
-                value = self.result(node, tuple(t.shape), t.dtype)
-                if id(t) not in self._views:
-                    self._introduce(t, value, blocks_grad)
+        for t in tensors_in(tensors):
+            value = self.result(node, tuple(t.shape), t.dtype)
+            if id(t) not in self._views:
+                self._introduce(t, value, blocks_grad)
 
     def views(self, node: Node, arguments: Mapping[str, Any], tensors: Any) -> bool:
         """Record results as views, if they share storage with a tensor argument; returns whether they do."""
-        results = [t for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor)]
-        given = [t for t in pytree.tree_leaves(dict(arguments)) if isinstance(t, torch.Tensor)]
+        results = tensors_in(tensors)
+        given = tensors_in(dict(arguments))
         looked_at = next((t for t in given if results and self._storage_key(t) == self._storage_key(results[0])), None)
         if looked_at is None:
             return False

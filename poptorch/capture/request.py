@@ -7,16 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from poptorch.capture.counters import Tape
 from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.tensor_layout import TensorLayout
+from poptorch.capture.trace import tensors_in
 from poptorch.placement.capture_context import CaptureContext
-
-
-def _tensors_in(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class CaptureRequest:
     module: torch.nn.Module
     ambient: CaptureContext
     lowered: Callable[[str, str], bool]
-    flatten: Callable[[Any], list[torch.Tensor]] = _tensors_in
+    flatten: Callable[[Any], list[torch.Tensor]] = tensors_in
     grouped: Collection[str] = ()
     excludes: Sequence[str] = ()
     with_scopes: bool = True

@@ -197,6 +197,11 @@ def values_in(arguments: Any) -> Iterator[Value]:
     return (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Value))
 
 
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Tensors in nested values, in order."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def with_values(arguments: Any, change: Callable[[Value], Any]) -> Any:
     """Arguments with each value replaced."""
     return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Value) else leaf, arguments)

@@ -46,7 +46,7 @@ from poptorch.capture.torch_private import (
     without_modes,
     written_arguments,
 )
-from poptorch.capture.trace import Trace
+from poptorch.capture.trace import Trace, tensors_in
 from poptorch.errors import createPoptorchError
 
 _OVERWRITING = frozenset(
@@ -136,7 +136,7 @@ class Tracer:
 
     def making(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
         """Place intermediate tensors of a function on the host, if all tensor arguments are host tensors."""
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         makes_on_host = bool(tensors) and all(self.to_model(t) == HOST for t in tensors)
         return patched(self.recorder, makes_on_host=makes_on_host)
 
@@ -355,12 +355,12 @@ class Tracer:
             if all(result.alias_info is None for result in op._schema.returns):  # where the parts give a view
                 results = pytree.tree_map(lambda t: t.clone() if shares_storage(t, given) else t, results)
             made = results[:1] if is_part else results
-            final += [t for t in pytree.tree_leaves([made, *written.values()]) if isinstance(t, torch.Tensor)]
+            final += tensors_in([made, *written.values()])
         return results
 
     def _record_new(self, name: str, overload: str, given: Mapping[str, Any], args: Any, results: Any) -> None:
         """Record an op that returns new tensors or views; nothing for one that returns plain values."""
-        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(results)):
+        if not tensors_in(results):
             return
         node = self.recorder.node(name, overload, given)
         if name == "aten.lift_fresh":  # `torch.tensor` does so, and types of the host, such as `torch.LongTensor`
@@ -378,7 +378,7 @@ class Tracer:
         """Record an op that overwrites arguments: their new values become results."""
         read = {"input"} if name not in _OVERWRITING else set()
         inputs = {key: value for key, value in given.items() if key not in written or key in read}
-        tensors = [t for t in pytree.tree_leaves(dict(written)) if isinstance(t, torch.Tensor)]
+        tensors = tensors_in(dict(written))
         node = self.recorder.node(name, overload, inputs, written=tensors)
         overwritten = list(map(id, tensors))
         self.recorder.results(node, [t for t in pytree.tree_leaves(results) if id(t) not in overwritten])

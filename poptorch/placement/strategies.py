@@ -171,15 +171,14 @@ class _IExecutionStrategy(ABC):
         return stage
 
     def _listed(self, block_id: BlockId) -> tuple[Stage, int, int | None]:
-        listed = {each: place for each, *place in self.block_stages()}
+        listed = {each: (stage, number, phase) for each, stage, number, phase in self.block_stages()}
         if block_id not in listed:
             known = ", ".join(map(repr, listed)) or "none"
             raise AssertionError(
                 f"Unknown Block {block_id!r}: {type(self).__name__} does not list it; it lists {known}. Add the block "
                 "to one of its stages."
             )
-        stage, number, phase = listed[block_id]
-        return stage, number, phase
+        return listed[block_id]
 
     def _check_listed_once(self) -> None:
         seen: dict[BlockId, Stage] = {}

@@ -10,11 +10,11 @@ import torch
 import popxl
 from poptorch import optim
 from poptorch.base.logging_ import logger
+from poptorch.base.optimizer_arguments import FIXED
 from poptorch.errors import Error, createPoptorchError
 from poptorch.program.rules import (
     BETAS,
     CYCLED,
-    FIXED,
     WHOLE,
     Key,
     Rule,

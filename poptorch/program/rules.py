@@ -14,7 +14,7 @@ from jax import lax
 
 import popxl
 from poptorch import optim
-from poptorch.base.optimizer_arguments import TORCH_ONLY
+from poptorch.base.optimizer_arguments import ACCUM_TYPES, TORCH_ONLY
 from poptorch.program.formulas import (
     Array,
     adadelta,
@@ -151,7 +151,7 @@ def _no_result(w: Any, g: Any, *others: Any, **fixed: Any) -> tuple[popxl.Tensor
     return ()
 
 
-_FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accum_type"
+_FIRST, _SECOND = ACCUM_TYPES[2:]
 _MOMENTS = (StateSpec("m", "Accl1", "exp_avg", _FIRST), StateSpec("v", "Accl2", "exp_avg_sq", _SECOND))
 _LARGEST = StateSpec("largest", "Accl3", "max_exp_avg_sq", _SECOND, needs="amsgrad")
 
@@ -196,17 +196,7 @@ WHOLE: dict[str, Any] = {  # the same for all groups
     "bias_correction": True,
     "use_tf_variant": False,
     "use_combined_accum": False,
-    **dict.fromkeys(("accum_type", "velocity_accum_type", _FIRST, _SECOND), torch.float32),
-}
-FIXED = {  # determines the program's form, or the initial state
-    "amsgrad",
-    "bias_correction",
-    "centered",
-    "decoupled_weight_decay",
-    "initial_accumulator_value",
-    "maximize",
-    "use_combined_accum",
-    "use_tf_variant",
+    **dict.fromkeys(ACCUM_TYPES, torch.float32),
 }
 BETAS = ("beta1", "beta2")
 CYCLED = "base_momentum"

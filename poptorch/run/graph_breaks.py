@@ -32,7 +32,7 @@ from poptorch.base.outputs import OutputStructure
 from poptorch.capture.graph_breaks import GraphBreak
 from poptorch.capture.model import Captured
 from poptorch.capture.tensor_layout import overwrite
-from poptorch.capture.trace import Trace, Value
+from poptorch.capture.trace import Trace, Value, tensors_in
 from poptorch.errors import createPoptorchError
 from poptorch.program.program_io import ProgramIO
 from poptorch.program.request import ProgramRequest
@@ -299,7 +299,7 @@ class BrokenGraph:
             known |= self._run_part(part, known)
             assert part.graph_break is not None
             made = part.graph_break.numbers([known[place] for place in part.asked])
-            known |= {("graph_break", len(answers), j): t for j, t in enumerate(GraphBreak.tensors_in(made))}
+            known |= {("graph_break", len(answers), j): t for j, t in enumerate(tensors_in(made))}
             answers.append(made)
             key = GraphBreak.key_of(made)
             if key not in part.after or part.after[key].content is None:  # it was tried, and could not be captured

@@ -152,10 +152,8 @@ def overwritten(op: Op) -> frozenset[int]:
 
 def by_reference(op: Op) -> frozenset[int]:
     """Positions of op inputs passed by reference, by declaration or per call."""
-    declared = (
-        run.first + i for run in op.runs for i, (_, t) in enumerate(zip(run.given, run.inputs, strict=False)) if t.by_ref
-    )
-    return op.modified.union(declared)
+    bound = ((run.first + i, t) for run in op.runs for i, (t, _) in enumerate(zip(run.inputs, run.given, strict=False)))
+    return op.modified.union(i for i, t in bound if t.by_ref)
 
 
 def shares_by_reference(op: Op) -> bool:

@@ -604,7 +604,7 @@ def test_a_graph_that_gains_inputs_by_reference_is_refused_when_it_runs() -> Non
         with graph:
             for name in ("accumulator", "counter"):
                 ops.var_updates.accumulate_(popxl.graph_input(x.shape, x.dtype, name, by_ref=True), graph.inputs[0])
-    with pytest.raises(PopxlError, match=r"gained inputs after Op\[Call.101\].*Call a graph after it has all its inputs"):
+    with pytest.raises(PopxlError, match=r"gained inputs after Op\[Call.101\].*Call a graph after it has all"):
         popxl.Session(ir)
 
 

@@ -222,14 +222,25 @@ def derive(tracer: Tracer, application: Application) -> None:
 
     (last, *_) = [value.made_by for value in application.of_gradients]
     assert last is not None
-    try:
-        with tracer.recorder.recording_at(last):
-            trace, _ = tracer.function_of(backward, gs)
-    except UNREADABLE as problem:
-        raise createPoptorchError(f"{application.name}.backward: {CANNOT_READ}") from problem
-    except RuntimeError as problem:
-        raise createPoptorchError(f"{application.name}.backward cannot be captured: {problem}") from problem
+    trace = trace_backward(tracer, last, f"{application.name}.backward", backward, gs)
     _insert(tracer.recorder.trace.nodes, application, trace, [application.inputs[i] for i in places])
+
+
+def trace_backward(
+    tracer: Tracer, beside: Node, name: str, backward: Callable[..., Any], gradients: Sequence[torch.Tensor]
+) -> Trace:
+    """Trace a function of gradients, with the placement of an op.
+
+    Raises:
+        poptorch.Error: if that fails.
+    """
+    try:
+        with tracer.recorder.recording_at(beside):
+            return tracer.function_of(backward, gradients)[0]
+    except UNREADABLE as problem:
+        raise createPoptorchError(f"{name}: {CANNOT_READ}") from problem
+    except RuntimeError as problem:
+        raise createPoptorchError(f"{name} cannot be captured: {problem}") from problem
 
 
 def _insert(nodes: list[Node], application: Application, backward: Trace, inputs: Sequence[Value | None]) -> None:

@@ -1,26 +1,30 @@
-"""Gradient hooks, which have no effect in a program: those on modules, and those set by `forward`."""
+"""Gradient hooks: those on tensors become part of the program; those on modules, and others, have no effect in one."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from poptorch.base.patching import patched
+from poptorch.capture.derivatives import OWN, trace_backward
+from poptorch.capture.losses import MARKED
+from poptorch.capture.tensor_hooks import TensorHook
 from poptorch.capture.torch_private import without_modes
+from poptorch.capture.trace import Node, Trace, Value, with_values
 from poptorch.capture.tracer import Tracer
 
 
 def hooks_of(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Descriptions of gradient hooks on a module and its parameters; global module hooks are included."""
+    """Descriptions of hooks on a module, global ones included, and of those that run after a parameter's gradient."""
     private = torch.nn.modules.module
     if private._global_backward_hooks or private._global_backward_pre_hooks:
         yield "Every module"
     for name, t in state.items():
-        if t._backward_hooks or t.is_leaf and t._post_accumulate_grad_hooks:
+        if t.is_leaf and t._post_accumulate_grad_hooks:
             yield f"The parameter {name}"
     for path, each in torch.nn.Module.named_modules(module):
         if each._backward_hooks or each._backward_pre_hooks:
@@ -29,10 +33,7 @@ def hooks_of(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iter
 
 @contextmanager
 def recording_hooks(tracer: Tracer) -> Iterator[None]:
-    """Record hooks set within a block on autograd graph nodes, and hooks that change saved tensors.
-
-    The tracer itself records hooks on tensors.
-    """
+    """Record hooks set within a block on autograd graph nodes, and hooks that change saved tensors."""
     function: Any = torch.autograd.Function
     private: Any = torch._C._autograd
     saved = private.SavedTensor
@@ -85,3 +86,71 @@ def _keeps_numbers(t: torch.Tensor, pack: Callable[..., Any], unpack: Callable[.
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(-1).view(torch.uint8)
+
+
+# Hooks on tensors -----------------------------------------------------------------------------------------------------
+
+
+def apply_hooks(tracer: Tracer, hooks: Iterable[TensorHook], has_breaks: bool) -> None:
+    """Route gradients through hooks on tensors; the tracer notes those which a program cannot have.
+
+    Like the `backward` of a `torch.autograd.Function`, a hook runs once, for a gradient without numbers, and becomes
+    the gradient of an op, between the tensor and its readers. A hook that returns nothing looks at numbers, of which
+    there are none.
+    """
+    by_value: dict[Value | None, list[TensorHook]] = {}
+    for hook in hooks:
+        if not hook.is_removed:
+            by_value.setdefault(hook.value, []).append(hook)
+    for value, group in by_value.items():
+        if value is None or has_breaks or not _apply(tracer, value, group):
+            tracer.hooks.append(group[0].what)
+
+
+def _apply(tracer: Tracer, value: Value, hooks: Sequence[TensorHook]) -> bool:
+    """Whether the gradient of a value could be routed through hooks."""
+    nodes, maker = tracer.recorder.trace.nodes, value.made_by
+    readers = [node for node in nodes if value in node.inputs]
+    if maker is not None and maker.op in MARKED:  # where gradients begin
+        return False
+    if not readers:
+        return True
+    looks = False
+
+    def backward(gradient: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal looks
+        with torch.no_grad():
+            for hook in hooks:
+                changed = hook(gradient)
+                looks |= changed is None
+                gradient = gradient if changed is None else changed.expand_as(gradient)
+        return [gradient]
+
+    with tracer.suspended():
+        gradient = torch.zeros(value.shape, dtype=value.dtype)
+    beside = maker or readers[0]
+    trace = trace_backward(tracer, beside, f"{hooks[0].what}: a hook on its gradient", backward, [gradient])
+    makers = [maker, *(outer.made_by for outer in trace.outer)]
+    end = max((i + 1 for i, node in enumerate(nodes) if any(node is each for each in makers)), default=0)
+    early = any(node in readers for node in nodes[:end])  # reads it before there is what the hook reads
+    if looks or early:
+        return False
+    _insert(nodes, end, value, readers, trace, beside)
+    return True
+
+
+def _insert(nodes: list[Node], end: int, value: Value, readers: Iterable[Node], backward: Trace, beside: Node) -> None:
+    """Insert an op that returns a value for its readers, with a trace as its gradient."""
+    hooked = Value(value.shape, value.dtype, requires_grad=True)
+
+    def replaced(each: Value) -> Value:
+        return hooked if each is value else each
+
+    for node in readers:
+        node.arguments = with_values(node.arguments, replaced)
+        for trace in node.traces:
+            trace.outer[:] = map(replaced, trace.outer)
+    arguments = {"results": [value], "inputs": [value], "backward": backward, "numbers": [0], "name": "hook"}
+    node = Node(OWN, "", arguments, beside.site, beside.scope, beside.source, results=[hooked], regions=beside.regions)
+    hooked.made_by = node
+    nodes.insert(end, node)

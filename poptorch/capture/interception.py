@@ -24,6 +24,7 @@ from poptorch.capture.preserved_functions import (
     with_plain_sizes,
 )
 from poptorch.capture.row_views import RowViews
+from poptorch.capture.tensor_hooks import TensorHooks
 from poptorch.capture.torch_private import (
     TorchDispatchMode,
     in_transform,
@@ -53,6 +54,7 @@ class FunctionInterceptor(TorchFunctionMode):
         super().__init__()
         self._tracer = tracer
         self.row_views = RowViews(tracer.recorder)
+        self.tensor_hooks = TensorHooks(tracer.recorder)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer = self._tracer
@@ -96,7 +98,9 @@ class FunctionInterceptor(TorchFunctionMode):
                 return tracer.read_contents(func, args, kwargs)
             if func is torch.Tensor.__deepcopy__:
                 return tracer.copied(*args)
-            if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
+            if func is torch.Tensor.register_hook:
+                return self.tensor_hooks.register(*args, **kwargs)
+            if func is torch.Tensor.register_post_accumulate_grad_hook:
                 tracer.hooks.append(f"A tensor of `forward` ({tracer.recorder.source()})")
             if (composed := COMPOSED.get(func)) is not None:
                 with self:

@@ -21,7 +21,7 @@ from poptorch.capture.checkpoints import checkpoints_in_regions
 from poptorch.capture.counters import Tape, recording_number_functions
 from poptorch.capture.derivatives import Application, derive, deriving
 from poptorch.capture.devices import named_as_cpus
-from poptorch.capture.gradient_hooks import hooks_of, recording_hooks
+from poptorch.capture.gradient_hooks import apply_hooks, hooks_of, recording_hooks
 from poptorch.capture.host_state import HostState
 from poptorch.capture.modules import around_forward, averaging, recurrent_in_any_dtype
 from poptorch.capture.recorder import Recorder
@@ -118,6 +118,7 @@ def _capture(tracer: Tracer, asked: CaptureRequest) -> Captured:
         trained = [value for key, value in state_values.items() if state[key].requires_grad]
         breaks.begin(input_values, {value: state[key].detach() for key, value in state_values.items()}, trained)
     tracer.hooks += hooks_of(module, state)
+    tracer.function_interceptor.tensor_hooks.add_parameters(state, state_values)
     attributes = Attributes(module)
     with (
         recorder.leaving_numbers(),
@@ -141,7 +142,8 @@ def _capture(tracer: Tracer, asked: CaptureRequest) -> Captured:
             _remove_counters(module, tape, changed)
         carried |= {text: on_host.line_of(text) for text in recorder.overwritten()}
         recorder.resolve_requires_grad()
-        _derive(tracer, applications, has_breaks=breaks is not None and bool(breaks.found))
+        if asked.derives:
+            _derive(tracer, applications, has_breaks=breaks is not None and bool(breaks.found))
         trace = recorder.finish(asked.derives)
         with tracer.suspended():
             for t in returned:
@@ -221,12 +223,14 @@ def _cleared(fakes: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> Iter
 
 
 def _derive(tracer: Tracer, applications: Iterable[Application], has_breaks: bool) -> None:
-    """Trace the custom derivatives of functions; with graph breaks, fall back to those of their ops."""
+    """Trace the custom derivatives of functions, and hooks on tensors. With graph breaks, which know ops by their
+    positions, fall back to the derivatives of their ops."""
     for application in applications:
-        if has_breaks:  # which know ops by their positions
+        if has_breaks:
             application.give_up()
         else:
             derive(tracer, application)
+    apply_hooks(tracer, tracer.function_interceptor.tensor_hooks.found, has_breaks)
 
 
 def _check_buffers(

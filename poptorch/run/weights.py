@@ -218,7 +218,8 @@ def hook_problem(what: str) -> Error:
     return createPoptorchError(
         f"{what} has hooks on gradients (`register_hook`, `register_full_backward_hook`, ...). They would have no "
         "effect in a wrapped model, which is one program, backward pass included. Write what they do into `forward`: "
-        "a gradient is scaled by k in `x * k + (x * (1 - k)).detach()`, and stopped by `x.detach()`. To look at one, "
+        "`x.register_hook(lambda g: 0.5 * g)` returns another gradient, made of `g` and of what there was before `x` "
+        "is read; `x.detach()` stops it. To look at one, "
         'use `options.anchorTensor("g", "Gradient___<parameter>")`; to clip them, '
         f"`{_CLIPPING}`. For runs of the module without its wrapper, register hooks after `destroy()`."
     )

@@ -735,7 +735,7 @@ class _Hooked(torch.nn.Module):
         self.kind = kind
         self.linear = torch.nn.Linear(2, 3)
         if kind == "parameter":
-            self.linear.weight.register_hook(lambda gradient: gradient * 100)
+            self.linear.weight.register_hook(lambda gradient: None)
         if kind == "after a parameter":
             self.linear.bias.register_post_accumulate_grad_hook(lambda p: None)
         if kind == "module":
@@ -744,7 +744,11 @@ class _Hooked(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
         if self.kind == "tensor":
-            y.register_hook(lambda gradient: gradient * 100)
+            y.register_hook(lambda gradient: None)
+        if self.kind == "late":
+            z = y.exp()
+            y.register_hook(lambda gradient: gradient * z)
+            y = y + z
         if self.kind == "node":
             y.grad_fn.register_hook(lambda into, out: None)
         if self.kind == "before a node":
@@ -761,7 +765,10 @@ class _Hooked(torch.nn.Module):
         if self.kind == "on the host":
             with torch.autograd.graph.save_on_cpu():
                 y = y.exp()
-        return F.mse_loss(y, torch.ones_like(y))
+        loss = F.mse_loss(y, torch.ones_like(y))
+        if self.kind == "loss":
+            loss.register_hook(lambda gradient: gradient * 100)
+        return loss
 
 
 @pytest.mark.parametrize(
@@ -771,6 +778,8 @@ class _Hooked(torch.nn.Module):
         ("after a parameter", "The parameter linear.bias has hooks"),
         ("module", "The module linear has hooks"),
         ("tensor", r"A tensor of `forward` \(test_capture_corners.py:\d+\) has hooks"),
+        ("late", r"A tensor of `forward` \(test_capture_corners.py:\d+\) has hooks"),
+        ("loss", r"A tensor of `forward` \(test_capture_corners.py:\d+\) has hooks"),
         ("node", r"A `grad_fn` of `forward` \(test_capture_corners.py:\d+\) has hooks"),
         ("before a node", r"A `grad_fn` of `forward` \(test_capture_corners.py:\d+\) has hooks"),
         ("module in forward", r"A `grad_fn` of `forward` \(test_capture_corners.py:\d+\) has hooks"),
@@ -782,6 +791,49 @@ class _Hooked(torch.nn.Module):
 def test_hooks_on_gradients_are_refused_where_a_model_is_trained(kind: str, where: str) -> None:
     with pytest.raises(poptorch.Error, match=f"{where} on gradients.*Write what they do into `forward`"):
         poptorch.trainingModel(_Hooked(kind))(_input(4, 2))
+
+
+class _Doubled(torch.autograd.Function):
+    """Identity, with twice the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class _HooksOnTensors(torch.nn.Module):
+    """Hooks that change gradients of parameters, of what is overwritten, seen in parts, and made by functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 5)
+        self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0, 0.5]))
+        self.first.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        self.second.bias.register_hook(lambda gradient: gradient * torch.arange(5))
+        self.second.bias.register_hook(lambda gradient: gradient + 0.1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.first(x)
+        before = x.sin()
+        x.register_hook(lambda gradient: gradient * self.mask)
+        x.register_hook(lambda gradient: gradient * 9).remove()
+        part = x[:, 1:3]
+        part.register_hook(lambda gradient: gradient * part.detach().exp())
+        y = _Doubled.apply(torch.cat([part, x[:, ::3]], 1) + before)
+        y.register_hook(lambda gradient: gradient / (1 + gradient.norm()))
+        y.mul_(3)
+        y = self.second(y)
+        y.register_hook(lambda gradient: gradient * 7)
+        return y, F.mse_loss(y.tanh(), torch.ones_like(y))
+
+
+def test_hooks_on_tensors_change_gradients() -> None:
+    _trains_as_eager(_HooksOnTensors, _input(4, 3))
 
 
 def test_hooks_on_gradients_do_nothing_where_there_are_none() -> None:

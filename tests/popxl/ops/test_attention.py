@@ -220,15 +220,17 @@ def test_what_is_kept_of_a_layer_is_what_the_program_says(dtype: popxl.dtype, ta
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_kernel_of_tpus_computes_the_same(causal: bool) -> None:
-    """Interpreted here: three blocks of queries, two of keys, which two heads share."""
+@pytest.mark.parametrize("lengths", [(384, 256), (256, 384)])
+def test_the_kernel_of_tpus_computes_the_same(causal: bool, lengths: tuple[int, int]) -> None:
+    """Interpreted here: three blocks of queries and one of keys, or one and three, which two heads share."""
     from jax.experimental.pallas import tpu as pallas
 
     from popxl.ops.attention import attention_backward
     from popxl.ops.attention import attention_forward as plain
     from runtime.tpu import attention as of_tpus
 
-    q, k, v = normal(1, 2, 384, 16), normal(1, 1, 256, 16, seed=1), normal(1, 1, 256, 16, seed=2)
+    queries, keys = lengths
+    q, k, v = normal(1, 2, queries, 16), normal(1, 1, keys, 16, seed=1), normal(1, 1, keys, 16, seed=2)
     g, how = normal(*q.shape, seed=3), {"causal": causal, "scale": 0.25, "dropout": 0.0}
     with pallas.force_tpu_interpret_mode():
         out, logs = of_tpus.attention_forward(q, k, v, None, None, **how)

@@ -27,14 +27,8 @@ from popxl.op import Op
 Tensors = Sequence[popxl.Tensor]
 
 
-@lowers(CALL)
-def call(trace: Trace, inputs: Tensors, name: str) -> Tensors:
-    return emission().call(trace, inputs, name)
-
-
-@lowers("poptorch.for_loop")
-def for_loop(count: int, body: Trace, inputs: Tensors) -> Tensors:
-    return emission().loop(body, count, inputs)
+lowers(CALL)(lambda trace, inputs, name: emission().call(trace, inputs, name))
+lowers("poptorch.for_loop")(lambda count, body, inputs: emission().loop(body, count, inputs))
 
 
 @lowers("poptorch.cond")

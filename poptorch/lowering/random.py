@@ -173,19 +173,9 @@ _multinomial = _draw("Multinomial", _categories)
 # The generator --------------------------------------------------------------------------------------------------------
 
 
-@lowers("poptorch.manual_seed")
-def manual_seed(seed: int | None) -> None:
-    emission().reseed(seed)
-
-
-@lowers("poptorch.get_rng_state")
-def get_rng_state(number: int) -> None:
-    emission().keep_random_state(number)
-
-
-@lowers("poptorch.set_rng_state")
-def set_rng_state(number: int) -> None:
-    emission().restore_random_state(number)
+lowers("poptorch.manual_seed")(lambda seed: emission().reseed(seed))
+lowers("poptorch.get_rng_state")(lambda number: emission().keep_random_state(number))
+lowers("poptorch.set_rng_state")(lambda number: emission().restore_random_state(number))
 
 
 # Dropout --------------------------------------------------------------------------------------------------------------

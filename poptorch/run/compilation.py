@@ -60,16 +60,14 @@ def compiled_model(
     options: Options,
     trainer: Trainer | None,
     read: Callable[[], Mapping[str, np.ndarray]],
-    has_fewer_rows: bool = False,
-    carries_numbers: bool = False,
-    counts: Collection[str] | None = None,
+    whole: Compiled | BrokenGraph | None = None,
 ) -> Compiled | BrokenGraph:
     """Compile a model for given arguments. The model has its `attributes` during compilation.
 
     Args:
         trainer: optimiser, which the program is registered with; `None` without training.
         read: function that returns the host's values of parameters and buffers. It is kept if there are graph breaks.
-        has_fewer_rows: whether the program is for fewer rows than another one, with which it shares the optimiser.
+        whole: program for more rows, with which this one shares the optimiser, and whose values it carries.
 
     Raises:
         poptorch.Error: for an unsupported op, a missing loss, and any other error of the model.
@@ -78,7 +76,7 @@ def compiled_model(
     groupings = _groupings(ir, model, options)
     update = None
     if trainer is not None:
-        update = trainer.update if has_fewer_rows else trainer.prepare(model.tensors(), options, groupings)
+        update = trainer.prepare(model.tensors(), options, groupings) if whole is None else trainer.update
     request = ProgramRequest(
         options,
         Batching.from_options(options, update is not None),
@@ -87,11 +85,12 @@ def compiled_model(
         groupings,
         _anchors(options, trainer.names() if trainer is not None else ()),
     )
-    capture = ModelCapture(model, options, update is not None, has_fewer_rows)
-    captures = _ModelCaptures(capture, request.batching, counts)
+    capture = ModelCapture(model, options, update is not None, has_fewer_rows=whole is not None)
+    captures = _ModelCaptures(capture, request.batching, None if whole is None else tuple(whole.host_numbers))
+    carries_numbers = whole is not None and whole.signature.carries_numbers
     signature_of = partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers)
     signature, path = _hiding(signature_of, partial(captures.first, args, kwargs))
-    if not has_fewer_rows:
+    if whole is None:
         signature.tell_of_dicts()
     _check_apart(model, path.captured, () if update is None else update.names)
     if path.breaks:

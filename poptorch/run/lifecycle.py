@@ -135,16 +135,11 @@ class ModelLifecycle(ModelProxy):
         """Compile the model for a smaller run, using the current optimiser."""
         self.copyWeightsToHostIfNeeded()
         hooks.pre_compile()
-        options = for_fewer_rows(self._options, run.batching)
-        of_run = self._host, run.args, run.kwargs, options, self._trainer, self._weights.lazy.read_values
+        options, read = for_fewer_rows(self._options, run.batching), self._weights.lazy.read_values
+        of_run = self._host, run.args, run.kwargs, options, self._trainer, read
         with compiling(), self._attributes.restored(), progress_bar(options.show_compilation_progress_bar):
-            compiled = compiled_model(
-                *of_run,
-                has_fewer_rows=True,
-                carries_numbers=self._required.signature.carries_numbers,
-                counts=tuple(self._required.host_numbers),
-            )
-        compiled.attach(self._weights.lazy.read_values())
+            compiled = compiled_model(*of_run, whole=self._required)
+        compiled.attach(read())
         hooks.post_compile()
         return compiled
 

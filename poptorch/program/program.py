@@ -29,7 +29,7 @@ from poptorch.placement.strategies import _IPhasedExecution
 from poptorch.program.gradient_sums import GradientSums
 from poptorch.program.model_graph import GRADIENT, LARGEST, RANDOM, SLOT, TURN, UPDATED, VALUES, ModelGraph, Tensors
 from poptorch.program.passes import Passes, Phases, Weight
-from poptorch.program.program_io import ProgramIO
+from poptorch.program.program_io import ProgramIO, Result
 from poptorch.program.request import ProgramRequest
 from poptorch.program.returned import Returned, iteration_slot, result_slot
 from poptorch.program.storage import Storage, Stored
@@ -91,11 +91,11 @@ class Program:
             tensors = self._declared(host, request.seed)
             self._passes = self._with_transfers()
             results = self._all_iterations(tensors)
-            for number, result in enumerate(results):
-                assert result is not None
-                stream = popxl.d2h_stream(result.shape, result.dtype, f"output{number}")
-                ops.host_store(stream, result)
-                self.io.outputs.append(stream)
+            for number, (result, t) in enumerate(zip(self._returned, results, strict=True)):
+                assert t is not None
+                stream = popxl.d2h_stream(t.shape, t.dtype, f"output{number}")
+                ops.host_store(stream, t)
+                self.io.outputs.append(Result(stream, self._spec(result).shape, self._count(result), result.anchor))
 
     def _check_buffers(self) -> None:
         written = list(self._written)
@@ -146,8 +146,8 @@ class Program:
         if self._batching.micro_batches > 1:
             tensors[TURN] = ops.init((1,), popxl.int32, "turn", "zero")
             for number, result in enumerate(self._returned):
-                spec = self.spec(result)
-                shape = spec.shape if result.is_single else (self.count(result), *spec.shape)
+                spec = self._spec(result)
+                shape = spec.shape if result.is_single else (self._count(result), *spec.shape)
                 tensors[f"//output{number}"] = ops.init(shape, spec.dtype, f"output{number}", "zero")
         return tensors
 
@@ -304,14 +304,14 @@ class Program:
                     slot = iteration_slot(slot, micro_batches=accumulation, period=result.period)
                 self._keep(result, t, tensors[f"//output{number}"], slot)
 
-    def count(self, result: Returned) -> int:
+    def _count(self, result: Returned) -> int:
         """Number of values of a result per replica."""
         count = self._batching.returned(result.mode, result.period)
         if result.updated and not result.is_single:  # one value of each device iteration
             count //= self._batching.gradient_accumulation
         return count
 
-    def spec(self, result: Returned) -> popxl.TensorSpec:
+    def _spec(self, result: Returned) -> popxl.TensorSpec:
         """Shape and dtype of one micro-batch's result."""
         if isinstance(result.value, Value):
             return spec_of(result.value)

@@ -14,11 +14,13 @@ class Result:
     """A program output, produced once per micro-batch.
 
     Attributes:
+        stream: its stream to the host.
         shape: shape of one of them.
         count: number of results of each replica.
         anchor: name given by the user; empty for results of the model.
     """
 
+    stream: popxl.DeviceToHostStream
     shape: tuple[int, ...]
     count: int
     anchor: str = ""
@@ -30,7 +32,7 @@ class ProgramIO:
 
     Attributes:
         inputs: stream of each input, by number; unused inputs have none.
-        outputs: streams of the results.
+        outputs: results of the program: those of the model, anchored tensors, inputs that are overwritten.
         variables: variables of parameters and buffers, by name; tied ones are one. Unused ones have none.
         written: names of those that `forward` overwrites. Each replica has its own value of them.
         numbers: stream of the optimiser's hyperparameters, if some are variable.
@@ -42,7 +44,7 @@ class ProgramIO:
     """
 
     inputs: dict[int, popxl.HostToDeviceStream] = field(default_factory=dict)
-    outputs: list[popxl.DeviceToHostStream] = field(default_factory=list)
+    outputs: list[Result] = field(default_factory=list)
     variables: dict[str, Variable] = field(default_factory=dict)
     written: frozenset[str] = frozenset()
     numbers: popxl.HostToDeviceStream | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import popxl
@@ -22,7 +22,7 @@ class ProgramRequest:
         seed: seed of random numbers.
         update: optimiser of a model that is trained.
         groupings: groupings of parameters that have a row for each group of replicas, by name.
-        anchors: the tensors to anchor, by the names that the user gives them.
+        anchors: the tensors to anchor.
     """
 
     options: Options
@@ -30,4 +30,4 @@ class ProgramRequest:
     seed: int
     update: Update | None = None
     groupings: Mapping[str, popxl.ReplicaGrouping] = field(default_factory=dict)
-    anchors: Mapping[str, Returned] = field(default_factory=dict)
+    anchors: Sequence[Returned] = ()

@@ -17,11 +17,13 @@ class Returned:
     Attributes:
         value: the value of each micro-batch, or the name of a tensor, one of `Program.names`.
         mode, period: the micro-batches that return it; for updated parameters, the device iterations.
+        anchor: name given by the user to an anchored tensor; empty for results of the model.
     """
 
     value: Value | str
     mode: OutputMode
     period: int = 1
+    anchor: str = ""
 
     @property
     def key(self) -> int | str:

@@ -215,17 +215,18 @@ def _groupings(ir: popxl.Ir, model: HostModel, options: Options) -> dict[str, po
     return {name: ir.replica_grouping(each.stride, each.size) for name, each in groups.items()}
 
 
-def _anchors(options: Options, on_host: Collection[str]) -> dict[str, Returned]:
+def _anchors(options: Options, on_host: Collection[str]) -> list[Returned]:
     """Additional program outputs: anchored tensors, excluding those already available on the host."""
-    return {
-        short: Returned(
+    return [
+        Returned(
             anchor.long_name,
             options.output_mode if anchor.output_mode is None else anchor.output_mode,
             options.output_return_period if anchor.output_mode is None else anchor.output_return_period,
+            short,
         )
         for short, anchor in options.anchored_tensors.items()
         if anchor.long_name not in on_host
-    }
+    ]
 
 
 @contextmanager

@@ -43,7 +43,6 @@ class Compiled:
 
     Args:
         constants: numbers of results that the program does not compute, by number of the result.
-        results: results of the program: those of the model, anchored tensors, inputs that are overwritten.
         rewritten: numbers of the inputs that are overwritten.
         io: inputs, outputs and variables of the program for the host.
         read: buffers whose numbers are a part of the program, with these numbers.
@@ -65,7 +64,6 @@ class Compiled:
         structure: Structure,
         request: ProgramRequest,
         constants: Mapping[int, torch.Tensor],
-        results: Sequence[Result],
         rewritten: Sequence[int],
         io: ProgramIO,
         session: popxl.Session,
@@ -76,7 +74,7 @@ class Compiled:
     ) -> None:
         self.signature, self.structure = signature, structure
         self.batching, self.seed = request.batching, request.seed
-        self.constants, self.results, self.rewritten = dict(constants), tuple(results), tuple(rewritten)
+        self.constants, self.rewritten = dict(constants), tuple(rewritten)
         self.io, self.session = io, session
         self.read = dict(read or {})
         self.counting = counting
@@ -100,15 +98,14 @@ class Compiled:
             for leaf in (signature.leaves[i],)
         ]
         self._outputs = [
-            (stream, self._has_leading_dims(stream, result), self._shape_of_result(result))
-            for stream, result in zip(io.outputs, results, strict=True)
+            (result.stream, self._has_leading_dims(result), self._shape_of_result(result)) for result in io.outputs
         ]
-        self._anchors = [result.anchor for result in results if result.anchor]
-        self._count = len(results) - len(self._anchors) - len(rewritten)
+        self._anchors = [result.anchor for result in io.outputs if result.anchor]
+        self._count = len(io.outputs) - len(self._anchors) - len(rewritten)
         replicas = self.batching.groups.replicas
         self._steps = (
             [self.batching.micro_batches * replicas] * len(io.inputs),
-            [result.count * replicas for result in results[: self._count]],
+            [result.count * replicas for result in io.outputs[: self._count]],
         )
         self.times = Times(*self._steps)
 
@@ -188,9 +185,9 @@ class Compiled:
             return None
         return self.batching.deal(np.empty(shape, np.bool)).shape
 
-    def _has_leading_dims(self, stream: popxl.DeviceToHostStream, result: Result) -> bool:
+    def _has_leading_dims(self, result: Result) -> bool:
         """Whether device outputs have leading replica and micro-batch dimensions, in that order."""
-        return self.batching.groups.replicas > 1 and len(stream.shape) > len(result.shape)
+        return self.batching.groups.replicas > 1 and len(result.stream.shape) > len(result.shape)
 
     def _shape_of_result(self, result: Result) -> tuple[int, ...]:
         """Shape of a call result."""
@@ -230,7 +227,7 @@ class Compiled:
         """Wait for a run, and return zeros instead of its outputs: reading them would cause a transfer."""
         if isinstance(outputs, Outputs):
             outputs.wait()
-        return {s: np.zeros(self.session.host_shape(s), s.dtype.as_numpy()) for s in self.io.outputs}
+        return {s: np.zeros(self.session.host_shape(s), s.dtype.as_numpy()) for s, *_ in self._outputs}
 
     def _warn_of_changed_constants(self) -> None:
         """Warn once per changed host tensor that its change has no effect: the program contains its numbers."""

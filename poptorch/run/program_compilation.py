@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,7 +12,6 @@ from poptorch.capture.model import Captured
 from poptorch.capture.trace import Value
 from poptorch.enums import OutputMode
 from poptorch.program.program import Program
-from poptorch.program.program_io import Result
 from poptorch.program.request import ProgramRequest
 from poptorch.program.returned import Returned
 from poptorch.run.arguments import Signature
@@ -35,7 +33,7 @@ def compile_captured(
     Args:
         host: values of its parameters and buffers by name.
     """
-    options, anchors = request.options, request.anchors
+    options = request.options
     mode, period = options.output_mode, options.output_return_period
     outputs = captured.trace.outputs
     constants = {i: data for i, value in enumerate(outputs) if (data := constant_of(value)) is not None}
@@ -44,15 +42,10 @@ def compile_captured(
         for i, value in enumerate(outputs)
         if i not in constants
     ]
-    returned += anchors.values()
+    returned += request.anchors
     returned += [Returned(value, OutputMode.All) for value in captured.written_inputs.values()]
     names = [leaf.name for leaf in signature.leaves]
     program = Program(ir, captured, names, host, request, returned)
-    labels = itertools.chain([""] * (len(outputs) - len(constants)), anchors, [""] * len(captured.written_inputs))
-    results = [
-        Result(program.spec(each).shape, program.count(each), label)
-        for each, label in zip(returned, labels, strict=True)
-    ]
     ir.options.precision = options.product_precision
     ir.options.enableStochasticRounding = options.Precision.stochastic_rounding
     ir.options.stochasticRoundingSeed = options.random_seed or 0  # which all processes have alike
@@ -64,7 +57,6 @@ def compile_captured(
         answer,
         request,
         constants,
-        results,
         list(captured.written_inputs),
         program.io,
         popxl.Session(ir, chosen_device(options), weights_to_host_on_exit=False),

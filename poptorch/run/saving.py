@@ -81,7 +81,6 @@ class _Call(_FileModel):
         args, kwargs: arguments, as data.
         result: result of `forward`, as data.
         constants: numbers of the results that are constants.
-        results: shape, count and anchor of the program's results.
         rewritten: numbers of the inputs that are overwritten.
         read: names of the buffers whose numbers are a part of the program.
     """
@@ -91,7 +90,6 @@ class _Call(_FileModel):
     kwargs: Any
     result: Any
     constants: list[int]
-    results: list[tuple[tuple[int, ...], int, str]]
     rewritten: list[int]
     read: list[str]
 
@@ -215,7 +213,6 @@ def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
         kwargs=to_data(kwargs, "the arguments"),
         result=to_data(compiled.structure.rebuild(places, signature.objects(args, kwargs)), "the result"),
         constants=list(compiled.constants),
-        results=list(map(astuple, compiled.results)),
         rewritten=list(compiled.rewritten),
         read=list(compiled.read),
     )
@@ -389,7 +386,6 @@ class Saved:
             structure_of(self._result, "result"),
             ProgramRequest(options, Batching.from_options(options, self.training), seed),
             {i: self._tensors[f"constants/{i}"] for i in call.constants},
-            [Result(*each) for each in call.results],
             call.rewritten,
             _io_within(session, self._io),
             session,
@@ -411,7 +407,8 @@ def _counting(data: Any) -> HostNumbers | None:
 
 def _io_to_data(io: ProgramIO) -> Any:
     """Serialize streams and variables of a program, each as a tuple of its kind and id."""
-    others = {"written": sorted(io.written), "names": list(io.names)}
+    outputs = [[each.stream, list(each.shape), each.count, each.anchor] for each in io.outputs]
+    others = {"written": sorted(io.written), "names": list(io.names), "outputs": outputs}
     return to_data(pytree.tree_map(_reference, vars(io) | others), "io")
 
 
@@ -427,4 +424,5 @@ def _io_within(session: popxl.Session, io: Any) -> ProgramIO:
     streams = (*session.expected_inputs(), *session.create_host_outputs())
     places = {_reference(part): part for part in (*session.ir.main_graph.variables, *streams)}
     found = pytree.tree_map_only(tuple, places.__getitem__, io, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    return ProgramIO(**found | {"written": frozenset(found["written"])})
+    outputs = [Result(stream, tuple(shape), *others) for stream, shape, *others in found["outputs"]]
+    return ProgramIO(**found | {"written": frozenset(found["written"]), "outputs": outputs})

@@ -103,7 +103,7 @@ class SmallerBatches:
         ]
         if not whole.signature.fits(*signature.arguments(filled)):
             return None
-        counts = [_rows(result, self._batching) * rows for result in whole.results]
+        counts = [_rows(result, self._batching) * rows for result in whole.io.outputs]
         if any(count == 0 or count % of_all for count in counts):
             return None
 
@@ -179,7 +179,7 @@ class SmallerBatches:
     def _combine_results(self, whole: Compiled, parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
         """Combine results of several runs into a single run's results; overwritten arguments come from the last run."""
         anchors = self._options.anchored_tensors
-        results = whole.results[: len(whole.results) - len(whole.rewritten)]
+        results = whole.io.outputs[: len(whole.io.outputs) - len(whole.rewritten)]
         joined: list[torch.Tensor] = []
         for result, *values in zip(results, *parts, strict=False):
             mode = anchors[result.anchor].output_mode if result.anchor else None

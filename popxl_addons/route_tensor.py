@@ -114,8 +114,9 @@ def _check(tensor: popxl.Tensor, graph: popxl.Graph, between: list[popxl.Graph],
     sites = [(op, each) for each in between for op in each.call_sites]
     if not any(op.graph is home for op, _ in sites):
         raise ValueError(
-            f"route_tensor_into_graph: {tensor!r} is not in the graph {graph.title}, and is not in a known parent "
-            f"graph of it: {home.title} does not run {graph.title}. Call the graph first, or give it an input."
+            f"route_tensor_into_graph: {tensor!r} is not in the graph asked for, {graph.title}, and is not in a "
+            f"known parent graph of it: {home.title} does not run {graph.title}. Call the graph first, or give it an "
+            "input."
         )
     if graph.main_graph in between:
         raise ValueError(

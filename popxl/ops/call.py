@@ -427,9 +427,10 @@ def _shard_or_tensor(given: Tensor, wanted: Tensor) -> Tensor:
     return given
 
 
-def check_callable(graph: Any, here: Graph) -> None:
+def check_callable(graph: Any, here: Graph, argument: str = "call: `graph`") -> None:
     """Refuse what the current graph cannot call."""
-    check_type(graph, Graph, "call: `graph`", "a Graph")
+    expected = "a Graph: what `ir.create_graph` returns, or the `graph` of what a module's `create_graph` does"
+    check_type(graph, Graph, argument, expected)
     if graph.ir is not here.ir:
         raise ValueError(f"call: {graph.title} is of another Ir than {here.title}, which is current.")
     # A graph without callers, which is the usual case, can only call itself directly.

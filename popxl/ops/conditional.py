@@ -262,8 +262,8 @@ def conditional_with_info(
         True
     """
     branches = (then_branch, else_branch)
-    for graph in branches:
-        check_callable(graph, get_current_context().graph)
+    for name, graph in zip(("then_branch", "else_branch"), branches, strict=True):
+        check_callable(graph, get_current_context().graph, f"conditional: `{name}`")
         by_ref = [t.name for t in graph.inputs if t.by_ref]
         if by_ref:
             raise NotImplementedError(

@@ -291,7 +291,7 @@ def repeat_with_info(
         >>> info.called_graph.called_graphs == (graph,)
         True
     """
-    check_callable(graph, get_current_context().graph)
+    check_callable(graph, get_current_context().graph, "repeat: `graph`")
     repeat_count = _checked_count(graph, repeat_count)
     _check_carried(graph)
     bound = bind_inputs(graph, inputs, inputs_dict, check_inputs)

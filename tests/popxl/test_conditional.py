@@ -207,7 +207,11 @@ def refused(build: Any) -> None:
         (lambda ir, f, a, g: ops.conditional(f, g, g, [a, a], [a]), ValueError, "^Too many inputs .* then_branch"),
         (lambda ir, f, a, g: ops.conditional(f, g, g, [a], [a], {g.inputs[0]: a}), ValueError, "specified twice"),
         (lambda ir, f, a, g: ops.conditional(f, g, g, [a], ["a"]), TypeError, "cannot become a constant"),
-        (lambda ir, f, a, g: ops.conditional(f, g, 3, [a], [a]), TypeError, "must be a Graph"),
+        (
+            lambda ir, f, a, g: ops.conditional(f, g, 3, [a], [a]),
+            TypeError,
+            "^conditional: `else_branch` must be a Graph",
+        ),
         (
             lambda ir, f, a, g: ops.conditional(f, g, g, [a], a),
             TypeError,

@@ -315,7 +315,12 @@ def test_one_op_more_whatever_the_settings(ir):
 
 REFUSED = [
     ("a negative count", lambda g, a, ir: ops.repeat(g, -1, a, a), ValueError, "^Repeat count must be >= 0"),
-    ("text in place of the graph", lambda g, a, ir: ops.repeat("g", 2, a), TypeError, "must be a Graph"),
+    (
+        "text in place of the graph",
+        lambda g, a, ir: ops.repeat("g", 2, a),
+        TypeError,
+        "^repeat: `graph` must be a Graph",
+    ),
     ("a tensor in place of the count", lambda g, a, ir: ops.repeat(g, a, a, a), TypeError, "must be an int"),
     ("before all else", lambda g, a, ir: ops.repeat(g, -1, "a"), ValueError, "^Repeat count must be >= 0"),
     (

@@ -40,7 +40,10 @@ def data_elements(data_iter: DataIter, name: str | None) -> Iterable[Any]:
         try:
             data_iter()
         except Exception as error:
-            raise ValueError(f"VariableFactory `{name}`: calling `data_iter` without arguments failed.") from error
+            raise ValueError(
+                f"VariableFactory `{name}`: calling `data_iter` without arguments failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         return itertools.starmap(data_iter, itertools.repeat(()))
     if isinstance(data_iter, Iterable):
         return data_iter

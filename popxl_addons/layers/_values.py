@@ -13,6 +13,7 @@ import numpy as np
 
 import popxl
 from popxl import initial
+from popxl.extend.arguments import check_type
 from popxl.initial import Initial
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.utils import WeightsDict
@@ -79,6 +80,7 @@ def weights(*shape: int, std: float = 0.02) -> np.ndarray | Initial:
 
 def drawn_weights(layer: str, dtype: popxl.dtype, *shape: int) -> Callable[[], np.ndarray | Initial]:
     """Draw `weights` in a variable dtype. Raises `ValueError` for integers, since truncation gives zeros."""
+    check_type(dtype, popxl.dtype, f"{layer}: the dtype of the weights", "a popxl dtype, as that of a Tensor")
     if not dtype.is_inexact:
         raise ValueError(
             f"{layer}: the weights would be of {dtype.name}, and begin with random numbers around 0 that it does not "

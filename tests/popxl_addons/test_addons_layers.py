@@ -393,6 +393,14 @@ class TestLinearGQ:
             LinearGQ(12, group_size=8).create_graph(SPEC)
 
 
+def test_weights_of_no_dtype_of_popxl(ir):
+    """Arrays instead of tensors, and arguments in another order."""
+    indices = popxl.TensorSpec((2, 3), popxl.int32)
+    for layer, x in [(Linear(4), np.zeros((2, 3))), (Embedding(16, 4, popxl.float32), indices)]:
+        with pytest.raises(TypeError, match=f"^{type(layer).__name__}: the dtype of the weights must be a popxl dtype"):
+            layer.create_graph(x)
+
+
 def test_weights_are_no_integers(ir):
     """Random numbers around 0 would all be zeros."""
     indices, image = popxl.TensorSpec((2, 3), popxl.int32), popxl.TensorSpec((1, 2, 4, 4), popxl.int32)

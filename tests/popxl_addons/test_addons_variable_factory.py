@@ -144,7 +144,9 @@ def test_bad_data_outside_of_any_graph():
     def broken():
         raise KeyError("no such file")
 
-    with pytest.raises(ValueError, match="calling `data_iter` without arguments failed") as error:
+    with pytest.raises(
+        ValueError, match="calling `data_iter` without arguments failed: KeyError: 'no such file'"
+    ) as error:
         VariableFactory(broken, popxl.float32, "w")
     assert isinstance(error.value.__cause__, KeyError)
     with pytest.raises(ValueError, match="`data_iter` is a int"):

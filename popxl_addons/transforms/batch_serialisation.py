@@ -377,9 +377,14 @@ def _check_tensors(
                 f"batch_serialise: `store_streams` holds {stream!r} ({type(stream).__name__}); expected streams to the "
                 "host, made with `popxl.d2h_stream`."
             )
-    for t, handle in (*loads.items(), *stores.items()):
-        if isinstance(handle, RemoteHandle):
-            handle.check_fits(t)
+    for t, place in (*loads.items(), *streams.items(), *stores.items()):
+        if isinstance(place, RemoteHandle):
+            place.check_fits(t)
+        elif (place.shape, place.dtype) != (t.shape, t.dtype):
+            raise ValueError(
+                f"batch_serialise: {place} does not fit `{t.name}` of `{graph.graph.name}`, which has the shape "
+                f"{t.shape} and the dtype {t.dtype.name}. Use a stream like that: nothing is converted on the way."
+            )
     if named := [name for name, t in graph.args.to_dict().items() if t in loads]:
         raise KeyError(
             f"batch_serialise: {named} are named inputs of `{graph.graph.name}`, and in `load_handles`. Named inputs "

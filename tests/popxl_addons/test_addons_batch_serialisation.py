@@ -427,10 +427,12 @@ def mistakes(graph, x, y, buffer, stream, out):
         (dict(load_handles={x: (wrong, 0)}), ValueError, "does not fit `x`"),
         (dict(store_buffers={y: (half, 0)}), ValueError, "does not fit"),
         (dict(store_buffers={y: RemoteHandle(buffer, lambda n: 1 / 0)}), ZeroDivisionError, "division by zero"),
+        (dict(load_handles={x: popxl.h2d_stream((3, 2), F32, "ids")}), ValueError, r"ids.*\(3, 2\).* does not fit `x`"),
+        (dict(store_streams={y: popxl.d2h_stream(y.shape, popxl.float16)}), ValueError, "has .* the dtype float32"),
     ]
 
 
-@pytest.mark.parametrize("case", range(13))
+@pytest.mark.parametrize("case", range(15))
 def test_mistakes(ir, case):
     graph, x, y = double()
     buffer, stream, out = batch_serial_buffer(y), popxl.h2d_stream(x.shape, F32), popxl.d2h_stream(y.shape, F32)
@@ -764,7 +766,7 @@ def test_mistakes_with_a_pair(ir, pair):
         (dict(load_handles={t: 7 for t in loads}), TypeError, "`load_handles` holds 7"),
         (dict(rows=0), ValueError, "`rows` is 0"),
         (dict(io_mode=""), ValueError, "`io_mode` is ''"),
-        (dict(store_streams={own: popxl.d2h_stream((7,), F32)}), ValueError, "takes the shape"),
+        (dict(store_streams={own: popxl.d2h_stream((7,), F32)}), ValueError, r"\(7,\).* does not fit"),
         (dict(seed_input=graph.graph.inputs[0]), ValueError, "that is not loaded"),
     ):
         arguments = dict(

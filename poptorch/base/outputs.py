@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch._subclasses import FakeTensor
 
 from poptorch.base.carried import Hidden, HiddenValueAccess
 from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
 from poptorch.base.introspection import attributes
-from poptorch.base.leaves import Components, Leaf, Structure
-from poptorch.base.structures import given_objects, structure_of
+from poptorch.base.leaves import Components
+from poptorch.base.structures import Composite, given_objects, structure_of
 
 
 class SideEffects:
@@ -82,7 +81,7 @@ def is_unchanged(before: Any, now: Any) -> bool:
     return before is now or (type(now) in (bool, int, float, str) and before == now)
 
 
-class OutputStructure(Structure):
+class OutputStructure(Composite):
     """Structure of a captured model's result, with attribute changes of its arguments.
 
     A value of it is a pair of these; rebuilding returns the result alone, after changing the given objects.
@@ -91,32 +90,20 @@ class OutputStructure(Structure):
         Error: if there are tensors in it that cannot be found: they would come back without numbers.
     """
 
-    name = "result"
-
     def __init__(self, result: Any, changed: Mapping[int, Mapping[str, Any]], objects: Sequence[Any]) -> None:
+        super().__init__("result", ())
         known = given_objects(objects)
-        self._result = structure_of(result, self.name, known)
-        self._changed = structure_of(dict(changed), "argument", known)
+        self._children = structure_of(result, self.name, known), structure_of(dict(changed), "argument", known)
         for name, constant in self.constants():
             if holds_tensor(constant, FakeTensor):
                 raise hidden_problem(f"The {name} of the model", constant)
             if holds_tensor(constant, Hidden):
                 raise HiddenValueAccess(name, type(constant))
 
-    def collect(self, value: Any, into: list[torch.Tensor]) -> None:
-        result, changed = value
-        self._result.collect(result, into)
-        self._changed.collect(changed, into)
+    def _child_values(self, value: Any) -> Iterable[Any]:
+        return value
 
     def build(self, parts: Components) -> Any:
-        result = self._result.build(parts)
-        SideEffects.make(self._changed.build(parts), parts.given)
+        result, changed = (child.build(parts) for child in self._children)
+        SideEffects.make(changed, parts.given)
         return result
-
-    def leaves(self) -> Iterator[Leaf]:
-        yield from self._result.leaves()
-        yield from self._changed.leaves()
-
-    def constants(self) -> Iterator[tuple[str, Any]]:
-        yield from self._result.constants()
-        yield from self._changed.constants()

@@ -111,7 +111,7 @@ def _is_of_python(kind: type) -> bool:
 _OF_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
-class _Composite(Structure):
+class Composite(Structure):
     """Container of values with `_children` as their structures."""
 
     _children: Sequence[Structure]
@@ -144,7 +144,7 @@ class _Composite(Structure):
         return chain.from_iterable(child.constants() for child in self._children)
 
 
-class _Sequence(_Composite):
+class _Sequence(Composite):
     """A tuple or list, including named tuples and other subclasses."""
 
     def __init__(self, name: str, value: Sequence[Any], known: KnownObjects) -> None:
@@ -160,7 +160,7 @@ class _Sequence(_Composite):
         return self._make([child.build(parts) for child in self._children])
 
 
-class _Mapping(_Composite):
+class _Mapping(Composite):
     """A dictionary or subclass, including those with items as attributes. Keys keep the order of the original."""
 
     def __init__(self, name: str, value: dict[Any, Any], known: KnownObjects) -> None:
@@ -209,7 +209,7 @@ class _Mapping(_Composite):
         yield from super().constants()
 
 
-class _Fields(_Composite):
+class _Fields(Composite):
     """A dataclass. Fields are set individually, even if frozen; rebuilding skips `__init__`."""
 
     def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
@@ -235,7 +235,7 @@ class _Fields(_Composite):
         yield from super().constants()
 
 
-class _Node(_Composite):
+class _Node(Composite):
     """A `torch.utils._pytree` node."""
 
     def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
@@ -258,7 +258,7 @@ class _Node(_Composite):
         yield from super().constants()
 
 
-class _Object(_Composite):
+class _Object(Composite):
     """An object of a Python class, defined by its attributes.
 
     Rebuilding skips `__init__`; self-references become references to the rebuilt object.
@@ -300,7 +300,7 @@ def _state(value: Any) -> dict[str, Any]:
     return attributes(value) | {name: slot.__get__(value) for name, slot in slots(value).items()}
 
 
-class _Bound(_Composite):
+class _Bound(Composite):
     """A partial function or method: its function and bound values."""
 
     def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
@@ -326,7 +326,7 @@ _BOUND: Mapping[type, tuple[Sequence[str], Callable[..., Any]]] = {
 }
 
 
-class _Custom(_Composite):
+class _Custom(Composite):
     """An object of a registered type. Stored with its tensors: its parser rebuilds objects from this original."""
 
     def __init__(self, name: str, value: Any, parser: ICustomArgParser, known: KnownObjects) -> None:

@@ -35,6 +35,7 @@ from poptorch.program.placement_checks import check_overlapped_io, check_placeme
 from poptorch.run.arguments import Signature
 from poptorch.run.hooks import substituting
 from poptorch.run.host_model import HostModel
+from poptorch.run.subgraphs import ExecutionPath
 from poptorch.run.weights import hook_problem
 
 _Capture = tuple[Captured, OutputStructure, CaptureContext]
@@ -60,8 +61,8 @@ class ModelCapture:
         layouts: Sequence[TensorLayout],
         breaks: GraphBreaks | None = None,
         counts: Collection[str] | None = None,
-    ) -> tuple[Captured, OutputStructure]:
-        """Capture the model, and check that it can be compiled. Return capture and output structure.
+    ) -> ExecutionPath:
+        """Capture the model, and check that it can be compiled.
 
         Args:
             layouts: layouts of the tensors of a micro-batch in memory; see `layouts_of`.
@@ -73,8 +74,8 @@ class ModelCapture:
         """
         model, options = self.model, self.options
         captured, answer, ambient = self._once(signature, layouts, breaks)
-        has_breaks = breaks is not None and bool(breaks.found)
-        if not has_breaks:
+        path = () if breaks is None else breaks.found
+        if not path:
             counting = _counting(captured, partial(self._once, signature, layouts, None), counts)
             captured, answer, ambient = counting or (captured, answer, ambient)
         _warn_of_carried(captured, model.module)
@@ -82,7 +83,7 @@ class ModelCapture:
         if self.training and captured.hooks:
             raise hook_problem(captured.hooks[0])
         given = set(map(id, captured.trace.inputs))
-        if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)) and not has_breaks:
+        if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)) and not path:
             raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
         if options.Precision.floating_point_exceptions:
             _watch_comparisons(captured.trace)
@@ -92,7 +93,7 @@ class ModelCapture:
         options._Popart.check()
         if not self.has_fewer_rows:  # there may be too few for all stages of a pipeline
             check_placement([node.site for node in captured.trace.nodes], options, self.training)
-        return captured, answer
+        return ExecutionPath(captured, answer, path)
 
     def _once(
         self,

@@ -120,8 +120,7 @@ class _ModelCaptures:
         breaks = None
         if self.capture.options.kept_programs > 1:
             breaks = GraphBreaks(tensors, answers, self.capture.training, micro_batches)
-        found = self.capture(signature, self.layouts, breaks, () if answers else self.counts)
-        return ExecutionPath(*found, () if breaks is None else breaks.found)
+        return self.capture(signature, self.layouts, breaks, () if answers else self.counts)
 
 
 _MOST_LOOKS = 4
@@ -185,8 +184,7 @@ def carries(
 
     def capture(signature: Signature) -> ExecutionPath:
         layouts = layouts_of(signature.check(args, kwargs), signature, compiled.batching)
-        found = ModelCapture(model, options, training)(signature, layouts, counts=list(compiled.host_numbers))
-        return ExecutionPath(*found, breaks=())
+        return ModelCapture(model, options, training)(signature, layouts, counts=list(compiled.host_numbers))
 
     signature, path, _ = _hidden(signature_of, capture)
     if path is None or not signature.fits(*first):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -10,6 +12,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 
 from poptorch.base.host_numbers import NumberPath
@@ -107,14 +110,16 @@ class ModelCapture:
         # Both of the last time that `forward` ran, as it may have to run again.
         answers: list[OutputStructure] = []
         overwritten: list[str] = []
+        drawing: list[str] = []
 
         def forward(tensors: list[torch.Tensor]) -> Any:
             args, kwargs = signature.arguments(tensors, hides=True)
             objects = signature.objects(args, kwargs)
             named = signature.named(args, kwargs)
             before = copy_containers(named)
-            changes = SideEffects(objects)
+            changes, generators = SideEffects(objects), _host_generators()
             result = model.call(*args, **kwargs)
+            drawing[:] = [name for name, state in _host_generators().items() if state != generators[name]]
             changed = changes.changed_attributes()
             overwritten[:] = [name for name, value in named.items() if not is_unchanged(before[name], value)]
             answers[:] = [OutputStructure(result, changed, objects)]
@@ -138,6 +143,7 @@ class ModelCapture:
             )
             captured = capture(asked)
         _warn_of_arguments(overwritten, model)
+        _warn_of_draws(drawing, model.module)
         return captured, answers[0], ambient
 
 
@@ -230,6 +236,25 @@ def _warn_of_carried(captured: Captured, module: torch.nn.Module) -> None:
             "you want to look at a result.",
             ", ".join(places),
         )
+
+
+def _host_generators() -> dict[str, Any]:
+    """States of the random number generators of Python and NumPy."""
+    return {"random": random.getstate(), "numpy.random": pickle.dumps(np.random.get_state())}
+
+
+def _warn_of_draws(generators: Sequence[str], module: torch.nn.Module) -> None:
+    """Warn, once per generator, about random numbers that `forward` draws on the host."""
+    warned = _warned.setdefault(module, set())
+    for name in generators:
+        if f"draws of {name}" not in warned:
+            warned.add(f"draws of {name}")
+            logger.warning(
+                "`forward` draws random numbers of `%s`. They are drawn once, and a part of the program: each run has "
+                "the same. Draw them on the device, as `torch.rand(())`, and choose by them with `torch.where`; or "
+                "give them to the model as tensors.",
+                name,
+            )
 
 
 def _warn_of_arguments(names: Sequence[str], model: HostModel) -> None:

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
 
 import poptorch
 
@@ -90,6 +92,19 @@ def test_a_seed_set_in_a_model_gives_the_same_numbers_in_each_run() -> None:
 def test_seeds_that_the_device_cannot_have(draw: Callable[[torch.Tensor], Any], message: str) -> None:
     with pytest.raises(poptorch.Error, match=message):
         _drawn(draw, seed=1)
+
+
+def test_draws_of_python_and_numpy_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def told(draw: Callable[[torch.Tensor], Any]) -> list[str]:
+        caplog.clear()
+        model = Drawing(draw)
+        for _ in range(2):  # once for each module
+            poptorch.inferenceModel(model)(X)
+        return [record.message.partition(". ")[0] for record in caplog.records]
+
+    assert told(lambda x: x + torch.rand(64)) == []
+    assert told(lambda x: x + random.random()) == ["`forward` draws random numbers of `random`"]
+    assert told(lambda x: x + float(np.random.rand())) == ["`forward` draws random numbers of `numpy.random`"]
 
 
 def test_a_generator_of_ones_own_draws_what_it_draws_on_the_host() -> None:

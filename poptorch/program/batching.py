@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -169,7 +169,7 @@ class Feeder:
 
     Example:
         >>> feeder = Feeder(Batching(2, 1, ReplicaGroups(1)))
-        >>> (labels,) = feeder.arrays([torch.tensor([1, 2])], ["labels"])
+        >>> labels = feeder.array(torch.tensor([1, 2]), "labels")
         >>> labels.shape, labels.dtype
         ((2, 1), dtype('int32'))
     """
@@ -178,36 +178,33 @@ class Feeder:
         self.batching = batching
         self._warned: set[str] = set()
 
-    def arrays(self, tensors: Iterable[torch.Tensor], names: Iterable[str]) -> list[np.ndarray]:
-        """Device-dtype arrays for one run, arranged by `Batching.deal`; may share memory with tensors.
+    def array(self, tensor: torch.Tensor, name: str) -> np.ndarray:
+        """Device-dtype array for one run, arranged by `Batching.deal`; may share memory with the tensor.
 
         Warns, once, of tensors that are not contiguous, and of ones that require a gradient.
 
         Args:
-            tensors: tensors returned by `Signature.check`.
+            tensor: tensor returned by `Signature.check`.
 
         Raises:
             Error: for a dtype that the device does not have, integers that do not fit in 32 bits, and tensors without
                 an array of numbers.
         """
-        arrays = []
-        for tensor, name in zip(tensors, names, strict=True):
-            _check_readable(tensor, name)
-            if not tensor.is_contiguous():
-                self._warn_once(
-                    "contiguous",
-                    f"The argument {name} is not contiguous: it is copied at every call. Call `.contiguous()` on it "
-                    "where it is made to avoid that.",
-                )
-                tensor = tensor.contiguous()
-            if tensor.requires_grad:
-                self._warn_once(
-                    "requires_grad",
-                    f"The argument {name} requires a gradient, which a wrapped model does not compute for its inputs: "
-                    "it is detached.",
-                )
-            arrays.append(self.batching.deal(to_numpy(tensor)))
-        return arrays
+        _check_readable(tensor, name)
+        if not tensor.is_contiguous():
+            self._warn_once(
+                "contiguous",
+                f"The argument {name} is not contiguous: it is copied at every call. Call `.contiguous()` on it "
+                "where it is made to avoid that.",
+            )
+            tensor = tensor.contiguous()
+        if tensor.requires_grad:
+            self._warn_once(
+                "requires_grad",
+                f"The argument {name} requires a gradient, which a wrapped model does not compute for its inputs: "
+                "it is detached.",
+            )
+        return self.batching.deal(to_numpy(tensor))
 
     def _warn_once(self, about: str, message: str) -> None:
         if about not in self._warned:

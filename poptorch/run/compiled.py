@@ -171,7 +171,7 @@ class Compiled:
 
     def _fed(self, t: torch.Tensor, name: str) -> np.ndarray:
         """Convert a tensor to the program's input layout, with each replica's rows contiguous."""
-        (array,) = self._feeder.arrays([t], [name])
+        array = self._feeder.array(t, name)
         return array.swapaxes(0, 1) if self._has_both_dims else array
 
     @property

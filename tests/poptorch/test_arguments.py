@@ -485,13 +485,13 @@ def test_a_period_that_does_not_divide(period):
     ],
 )
 def test_types_on_the_device(given, expected):
-    (array,) = Feeder(batching(D=2)).arrays([ones(4, 3, dtype=given)], ["x"])
+    array = Feeder(batching(D=2)).array(ones(4, 3, dtype=given), "x")
     assert array.dtype == expected and array.shape == (2, 2, 3) and (array == 1).all()
 
 
 def test_a_type_that_the_device_does_not_have():
     with pytest.raises(Error, match="Unsupported dtype torch.float8_e5m2: .*float32, float16.*tensor.to"):
-        Feeder(batching()).arrays([ones(1).to(torch.float8_e5m2)], ["x"])
+        Feeder(batching()).array(ones(1).to(torch.float8_e5m2), "x")
 
 
 @pytest.mark.parametrize(
@@ -516,13 +516,13 @@ def test_numbers_that_the_device_cannot_be_given(given, message):
 
 @pytest.mark.parametrize("number", [-(2**31), 2**31 - 1])
 def test_the_largest_numbers_that_fit(number):
-    assert Feeder(batching()).arrays([torch.tensor([number])], ["x"])[0].tolist() == [number]
+    assert Feeder(batching()).array(torch.tensor([number]), "x").tolist() == [number]
 
 
 def test_what_is_not_contiguous_is_copied_with_one_warning(warnings):
     feeder, t = Feeder(batching(D=3)), torch.arange(6.0).reshape(2, 3).T
     for _ in range(2):
-        (array,) = feeder.arrays([t], ["x"])
+        array = feeder.array(t, "x")
         np.testing.assert_array_equal(array, t.numpy().reshape(3, 1, 2))
     assert len(warnings()) == 1 and "x is not contiguous" in warnings()[0]
 
@@ -530,7 +530,7 @@ def test_what_is_not_contiguous_is_copied_with_one_warning(warnings):
 def test_what_requires_a_gradient_is_detached_with_one_warning(warnings):
     feeder, t = Feeder(batching()), ones(2).requires_grad_()
     for _ in range(2):
-        (array,) = feeder.arrays([t], ["x"])
+        array = feeder.array(t, "x")
         assert array.tolist() == [1, 1]
     assert t.requires_grad
     assert len(warnings()) == 1 and "x requires a gradient" in warnings()[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Hashable
 
 LEVELS = {
     "TRACE_ALL": 5,
@@ -56,6 +57,16 @@ def setLogLevel(level: str | int) -> None:
 def trace(message: str, *args: object) -> None:
     """Log at level `TRACE`, for which Python's loggers lack a method: fine-grained steps."""
     logger.log(LEVELS["TRACE"], message, *args)
+
+
+class Warned(set[Hashable]):
+    """Topics that were warned about."""
+
+    def once(self, topic: Hashable, message: str, *args: object) -> None:
+        """Log a warning, unless there was one about the topic."""
+        if topic not in self:
+            self.add(topic)
+            logger.warning(message, *args)
 
 
 class _Stderr(logging.StreamHandler):

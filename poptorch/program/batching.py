@@ -11,7 +11,7 @@ import torch
 
 from poptorch.base.dtypes import to_numpy
 from poptorch.base.leaves import MAY_BE_THE_LAST
-from poptorch.base.logging_ import logger
+from poptorch.base.logging_ import Warned
 from poptorch.base.replica_groups import ReplicaGroups
 from poptorch.enums import OutputMode
 from poptorch.errors import createPoptorchError
@@ -176,7 +176,7 @@ class Feeder:
 
     def __init__(self, batching: Batching) -> None:
         self.batching = batching
-        self._warned: set[str] = set()
+        self._warned = Warned()
 
     def array(self, tensor: torch.Tensor, name: str) -> np.ndarray:
         """Device-dtype array for one run, arranged by `Batching.deal`; may share memory with the tensor.
@@ -192,24 +192,19 @@ class Feeder:
         """
         _check_readable(tensor, name)
         if not tensor.is_contiguous():
-            self._warn_once(
+            self._warned.once(
                 "contiguous",
                 f"The argument {name} is not contiguous: it is copied at every call. Call `.contiguous()` on it "
                 "where it is made to avoid that.",
             )
             tensor = tensor.contiguous()
         if tensor.requires_grad:
-            self._warn_once(
+            self._warned.once(
                 "requires_grad",
                 f"The argument {name} requires a gradient, which a wrapped model does not compute for its inputs: "
                 "it is detached.",
             )
         return self.batching.deal(to_numpy(tensor))
-
-    def _warn_once(self, about: str, message: str) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
-            logger.warning(message)
 
 
 def _check_readable(tensor: torch.Tensor, name: str) -> None:

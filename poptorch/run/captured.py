@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from poptorch.base.host_numbers import NumberPath
-from poptorch.base.logging_ import logger
+from poptorch.base.logging_ import Warned, logger
 from poptorch.base.outputs import OutputStructure, SideEffects, copy_containers, is_unchanged
 from poptorch.capture.constants import numbers_of
 from poptorch.capture.counters import Tape
@@ -82,7 +82,8 @@ class ModelCapture:
             counting = _counting(captured, partial(self._once, signature, layouts, None), counts)
             captured, answer, ambient = counting or (captured, answer, ambient)
         _warn_of_carried(captured, model.module)
-        _warn_of_host(captured, model.warned)
+        for text in _on_host(captured):
+            model.warned.once(text, "%s", text)
         if self.training and captured.hooks:
             raise hook_problem(captured.hooks[0])
         given = set(map(id, captured.trace.inputs))
@@ -209,22 +210,21 @@ def layouts_of(tensors: Sequence[torch.Tensor], signature: Signature, batching: 
     return places
 
 
-_warned: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakKeyDictionary[torch.nn.Module, Warned] = weakref.WeakKeyDictionary()
 """Warnings given, by module."""
 
 
 def _warn_of_carried(captured: Captured, module: torch.nn.Module) -> None:
     """Warn, once per item, about host state changed by `forward`."""
-    warned = _warned.setdefault(module, set())
+    warned = _warned.setdefault(module, Warned())
     for text, line in captured.shown.items():
-        if f"text of {text}" not in warned:
-            warned.add(f"text of {text}")
-            logger.warning(
-                "`forward` makes a text of %s (%s), or of what it computes with it. The program carries the number "
-                "from run to run, but the text stays that of the first one.",
-                text,
-                line,
-            )
+        warned.once(
+            f"text of {text}",
+            "`forward` makes a text of %s (%s), or of what it computes with it. The program carries the number from "
+            "run to run, but the text stays that of the first one.",
+            text,
+            line,
+        )
     if names := [text for text in captured.carried if text not in warned]:
         warned.update(names)
         places = [f"{text} ({line})" if (line := captured.carried[text]) else text for text in names]
@@ -245,27 +245,26 @@ def _host_generators() -> dict[str, Any]:
 
 def _warn_of_draws(generators: Sequence[str], module: torch.nn.Module) -> None:
     """Warn, once per generator, about random numbers that `forward` draws on the host."""
-    warned = _warned.setdefault(module, set())
+    warned = _warned.setdefault(module, Warned())
     for name in generators:
-        if f"draws of {name}" not in warned:
-            warned.add(f"draws of {name}")
-            logger.warning(
-                "`forward` draws random numbers of `%s`. They are drawn once, and a part of the program: each run has "
-                "the same. Draw them on the device, as `torch.rand(())`, and choose by them with `torch.where`; or "
-                "give them to the model as tensors.",
-                name,
-            )
+        warned.once(
+            f"draws of {name}",
+            "`forward` draws random numbers of `%s`. They are drawn once, and a part of the program: each run has the "
+            "same. Draw them on the device, as `torch.rand(())`, and choose by them with `torch.where`; or give them "
+            "to the model as tensors.",
+            name,
+        )
 
 
 def _warn_of_arguments(names: Sequence[str], model: HostModel) -> None:
     """Warn, once per name, about arguments whose lists and dictionaries `forward` changes."""
     module = model.module
-    warned = _warned.setdefault(module, set())
+    warned = _warned.setdefault(module, Warned())
     for name in names:
         if f"argument {name}" not in warned:
-            warned.add(f"argument {name}")
             line = HostState(module, model.call).line_of(name)
-            logger.warning(
+            warned.once(
+                f"argument {name}",
                 "`forward` changes its argument `%s`%s. It has a copy of the lists and dictionaries among its "
                 "arguments: the caller's stay as they were. Return what you need; tensors may be written to, and "
                 "attributes of objects set.",
@@ -276,14 +275,6 @@ def _warn_of_arguments(names: Sequence[str], model: HostModel) -> None:
 
 _MOST_WARNINGS = 3
 """Maximum number of an object's further tensors with a warning each."""
-
-
-def _warn_of_host(captured: Captured, warned: set[str]) -> None:
-    """Warn, once per text, about host tensors."""
-    for text in _on_host(captured):
-        if text not in warned:
-            warned.add(text)
-            logger.warning("%s", text)
 
 
 def _on_host(captured: Captured) -> Iterator[str]:

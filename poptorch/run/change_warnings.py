@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poptorch.base.logging_ import logger
+from poptorch.base.logging_ import Warned, logger
 from poptorch.capture.attributes import Attributes
 from poptorch.run.compiled import Compiled
 from poptorch.run.graph_breaks import BrokenGraph
@@ -17,7 +17,7 @@ class ChangeWarnings:
     def __init__(self, host: HostModel, training: bool, writes: HostWrites) -> None:
         self._host, self._training, self._writes = host, training, writes
         self._changes: HostChanges | None = None
-        self._warned: set[str] = set()
+        self._warned = Warned()
 
     def track(self) -> None:
         """Compare later states of the module with its current one."""
@@ -33,7 +33,7 @@ class ChangeWarnings:
         module = self._host.module
         if "mode" not in self._warned and module.training is self._training is not attributes.training:
             here, there = ("train", "eval") if self._training else ("eval", "train")
-            self._warn_once(
+            self._warned.once(
                 "mode",
                 "The module is in `%s()` mode, and this wrapper runs it in `%s()` mode, in which it was compiled: "
                 "dropout and batch norms may do something else. Call `module.%s()` before `poptorch.%s(module)`, "
@@ -45,7 +45,7 @@ class ChangeWarnings:
                 here,
             )
         if "numbers" not in self._warned and (changed := attributes.changed_number(compiled.changed_on_host)):
-            self._warn_once(
+            self._warned.once(
                 "numbers",
                 "An attribute of the module has changed since it was wrapped: %s. Numbers of Python are a part of the "
                 "program, so this has no effect on the device. What is to change from call to call is a tensor: an "
@@ -53,7 +53,7 @@ class ChangeWarnings:
                 changed,
             )
         if "writes" not in self._warned and (written := self._writes.names()):
-            self._warn_once(
+            self._warned.once(
                 "writes",
                 "%s been changed on the host, after the device had taken %s. The device goes on with its own numbers"
                 "%s. Call `copyWeightsToDevice()` of the wrapper after it, or load with its `load_state_dict`.",
@@ -62,7 +62,7 @@ class ChangeWarnings:
                 ", which overwrite those of the host" * (self._training or written[0] in compiled.io.written),
             )
         if "others" not in self._warned and (others := self._writes.replaced()):
-            self._warn_once(
+            self._warned.once(
                 "others",
                 "The module has another %s than when the device took its numbers. The device goes on with what it had "
                 "then. Call `copyWeightsToDevice()` of the wrapper to have it take the new one. For training, have the "
@@ -75,7 +75,3 @@ class ChangeWarnings:
                 "has no effect on the device. Wrap the module anew.",
                 ", ".join(changes),
             )
-
-    def _warn_once(self, what: str, text: str, *values: str) -> None:
-        self._warned.add(what)
-        logger.warning(text, *values)

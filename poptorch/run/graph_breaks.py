@@ -27,7 +27,7 @@ import torch
 import popxl
 from poptorch.base.dtypes import from_numpy, to_numpy
 from poptorch.base.host_numbers import Number
-from poptorch.base.logging_ import logger
+from poptorch.base.logging_ import Warned
 from poptorch.base.outputs import OutputStructure
 from poptorch.capture.graph_breaks import GraphBreak
 from poptorch.capture.model import Captured
@@ -92,7 +92,7 @@ class BrokenGraph:
         self._root = Subgraph()
         self._runs = 0
         self._is_attached = False
-        self._has_warned = False
+        self._warned = Warned()
         self._host_buffers: dict[str, torch.Tensor] = {}
         if path.captured.written and self._holds_buffers:
             arrays, buffers = host(), [name for name, value in path.captured.state.items() if value.of_buffer]
@@ -242,16 +242,15 @@ class BrokenGraph:
                 return
             oldest = min(ends, key=lambda part: part.used)
             line = self._forget(oldest)
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "The model is compiled for each shape and number that the host finds on the way (%s), and these "
-                    "are more than %d. Each new one costs a compilation. Pad to a few shapes, or choose with "
-                    "`torch.where` in place of a number; or keep more programs: `options.keptPrograms(%d)`.",
-                    line,
-                    self._options.kept_programs,
-                    2 * self._options.kept_programs,
-                )
+            self._warned.once(
+                "kept programs",
+                "The model is compiled for each shape and number that the host finds on the way (%s), and these "
+                "are more than %d. Each new one costs a compilation. Pad to a few shapes, or choose with "
+                "`torch.where` in place of a number; or keep more programs: `options.keptPrograms(%d)`.",
+                line,
+                self._options.kept_programs,
+                2 * self._options.kept_programs,
+            )
 
     def _forget(self, end: Subgraph) -> Any:
         """Evict programs leading only to the given end. Return the source line where its path diverges from others."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from poptorch.base.host_numbers import Number
+from poptorch.base.logging_ import Warned
 from poptorch.base.replica_groups import GroupedParameter
 from poptorch.capture.attributes import Attributes, noting
 from poptorch.capture.counters import CARRIED_TYPES
@@ -42,7 +43,7 @@ class HostModel:
         self.attributes = Attributes(self.module)
         self._reached: list[torch.nn.Module] = []
         self.grouped: dict[str, GroupedParameter] = {}
-        self.warned: set[str] = set()
+        self.warned = Warned()
 
     @property
     def forward(self) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
-from poptorch.base.logging_ import logger
+from poptorch.base.logging_ import Warned
 from poptorch.base.patching import patched, restoring
 from poptorch.errors import createPoptorchError
 from poptorch.ops import identity_loss, return_all
@@ -368,18 +368,16 @@ def _warn_of_numbers(module: LightningModule, step: str) -> Iterator[None]:
 
         def read(owner: Any) -> Any:
             number = getter(owner)
-            warned = _warned.setdefault(module, set())
-            if (step, name) not in warned:
-                warned.add((step, name))
-                logger.warning(
-                    "`%s` reads `%s`, which is %s now. A step is captured once, so this number is a part of the "
-                    "program, and stays. What is to follow it is a buffer (`register_buffer`) that a hook overwrites, "
-                    "such as `on_train_batch_start`: `self.progress.fill_(self.%s)`.",
-                    step,
-                    name,
-                    number,
-                    name,
-                )
+            _warned.setdefault(module, Warned()).once(
+                (step, name),
+                "`%s` reads `%s`, which is %s now. A step is captured once, so this number is a part of the program, "
+                "and stays. What is to follow it is a buffer (`register_buffer`) that a hook overwrites, such as "
+                "`on_train_batch_start`: `self.progress.fill_(self.%s)`.",
+                step,
+                name,
+                number,
+                name,
+            )
             return number
 
         return property(read)
@@ -391,7 +389,7 @@ def _warn_of_numbers(module: LightningModule, step: str) -> Iterator[None]:
         yield
 
 
-_warned: weakref.WeakKeyDictionary[LightningModule, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakKeyDictionary[LightningModule, Warned] = weakref.WeakKeyDictionary()
 
 
 def _logger(module: LightningModule, noting: _Noting, gathers: bool) -> Callable[..., None]:

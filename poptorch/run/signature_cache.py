@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from poptorch.base.logging_ import logger
+from poptorch.base.logging_ import Warned
 from poptorch.base.patching import patched
 
 
@@ -36,7 +36,7 @@ class SignatureCache:
     def __init__(self, make: Callable[[], _Wrapped], max_programs: int) -> None:
         self._make, self._max_programs = make, max_programs
         self._wrapped: list[_Wrapped] = []  # that used last is the last
-        self._has_warned = False
+        self._warned = Warned()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -48,15 +48,14 @@ class SignatureCache:
         self._wrapped.append(wrapped)
         if len(self._wrapped) > self._max_programs:
             self._wrapped.pop(0).destroy()
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "The model was called with more than %d kinds of arguments, and is compiled for each: a shape that "
-                    "changes from call to call costs a compilation each time. Have a cache that keeps its shape, and "
-                    "pad what is given to a few lengths; or keep more programs: `options.keptPrograms(%d)`.",
-                    self._max_programs,
-                    2 * self._max_programs,
-                )
+            self._warned.once(
+                "kept programs",
+                "The model was called with more than %d kinds of arguments, and is compiled for each: a shape that "
+                "changes from call to call costs a compilation each time. Have a cache that keeps its shape, and "
+                "pad what is given to a few lengths; or keep more programs: `options.keptPrograms(%d)`.",
+                self._max_programs,
+                2 * self._max_programs,
+            )
         return wrapped(*args, **kwargs)
 
     def copy_weights(self) -> None:

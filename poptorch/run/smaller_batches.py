@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from poptorch.base.leaves import Leaf
-from poptorch.base.logging_ import logger
+from poptorch.base.logging_ import Warned
 from poptorch.enums import OutputMode, PartialBatch
 from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options
@@ -51,7 +51,7 @@ class SmallerBatches:
         self._batching = Batching.from_options(options, training)
         self._programs: list[Program] = []  # that used last is the last
         self._versions: dict[int, int] = {}  # versions of the values that each of them has received
-        self._has_warned = False
+        self._warned = Warned()
 
     def runs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
         """Split a smaller batch into runs; empty if tensors differ from full batches in more than row counts.
@@ -152,14 +152,13 @@ class SmallerBatches:
         self._programs = [*(each for each in self._programs if each is not program), program]
         if len(self._programs) > self._options.kept_programs:
             self._programs.pop(0).close()
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "Batches had more than %d smaller numbers of rows, or other values beside tensors, and the model "
-                    "is compiled for each. Pad them to a few sizes; or keep more programs: `options.keptPrograms(%d)`.",
-                    self._options.kept_programs,
-                    2 * self._options.kept_programs,
-                )
+            self._warned.once(
+                "kept programs",
+                "Batches had more than %d smaller numbers of rows, or other values beside tensors, and the model "
+                "is compiled for each. Pad them to a few sizes; or keep more programs: `options.keptPrograms(%d)`.",
+                self._options.kept_programs,
+                2 * self._options.kept_programs,
+            )
         return program
 
     @contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from poptorch.base.logging_ import logger
+from poptorch.base.logging_ import Warned
 from poptorch.base.patching import patched
 from poptorch.errors import Error, createPoptorchError
 from poptorch.run.weight_values import Groupings, overwrite_tensors, read_host_values, tensors_of
@@ -82,7 +82,7 @@ class LazyWeights:
         self._versions = itertools.count(1)
         self.host = self.device = 0
         self.is_thawed = self.has_given_data = False
-        self._has_run = self._has_warned = False
+        self._has_run, self._warned = False, Warned()
         modules = list(torch.nn.Module.modules(module))
         self._hooks = [hooks for each in modules for hooks in (each._backward_hooks, each._backward_pre_hooks)]
         self._tensor_ids = frozenset(map(id, tensors))
@@ -153,9 +153,9 @@ class LazyWeights:
                 "The gradients of a wrapped model cannot be clipped after its call: they stay in its program, which "
                 f"has made the step of the optimizer, too. Have the optimizer clip, with `max_grad_norm`: {_CLIPPING}."
             )
-        if self._has_run and not self._has_warned and asker.partition(".")[0] not in ("torch", "poptorch"):
-            self._has_warned = True
-            logger.warning(
+        if self._has_run and asker.partition(".")[0] not in ("torch", "poptorch"):
+            self._warned.once(
+                "gradients",
                 "`grad` of a parameter is None: gradients of a wrapped model stay in its program, which makes the step "
                 "of the optimizer, too. To look at one, name it before the model is wrapped, "
                 '`options.anchorTensor("g", "Gradient___<parameter>")`, and read `model.getAnchoredTensor("g")`. To '

@@ -119,6 +119,8 @@ class PoplarExecutor(ModelLifecycle):
                 for `compile`.
             AssertionError: if the model was compiled for no device of this machine.
         """
+        if torch.compiler.is_compiling():  # `torch.compile` around a program, in which it has nothing to do
+            return torch.compiler.disable(type(self).__call__)(self, *args, **kwargs)
         self._take_changes()
         if self._compiled is None:
             with compiling():

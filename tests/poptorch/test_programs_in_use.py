@@ -138,6 +138,18 @@ def test_what_torch_compile_has_made_is_what_that_was_made_of() -> None:
     assert poptorch.inferenceModel(torch.compile(lambda x: x + 1, backend="eager"))(X)[0, 0] == 1
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile_around_a_wrapper_runs_the_program() -> None:
+    layer = torch.nn.Linear(4, 2)
+    wrapped = poptorch.inferenceModel(layer)
+    for _ in range(2):  # compiled by the first call, and before it
+        torch.testing.assert_close(torch.compile(wrapped, backend="eager")(X), layer(X).detach())
+        twice = torch.compile(lambda x: wrapped(x) * 2, backend="eager")  # noqa: B023 - called here
+        torch.testing.assert_close(twice(X), layer(X).detach() * 2)
+        wrapped = poptorch.inferenceModel(layer)
+        wrapped(X)
+
+
 def test_a_smaller_last_batch_is_told_of_drop_last() -> None:
     model = poptorch.inferenceModel(lambda x: x + 1, poptorch.Options().connectionType(poptorch.ConnectionType.Never))
     model.compile(X)

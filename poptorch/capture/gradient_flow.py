@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import cache
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -62,10 +62,7 @@ def is_in_own_derivative() -> bool:
     `Function.apply` leaves no frame of its own from PyTorch 2.15 on; its callees have one in each version.
     """
     forwards = {getattr(function.forward, "__code__", None) for function in subclasses_of(torch.autograd.Function)}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in forwards:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code in forwards for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def subclasses_of(base: type[Any]) -> Iterator[type[Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -321,10 +322,8 @@ def _as_eager_says(text: Any) -> Any:
 
 def _last_frame(problem: BaseException) -> FrameType | None:
     """Innermost frame of an exception's traceback; `None` without a traceback."""
-    last = problem.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last and last.tb_frame
+    *_, last = None, *(frame for frame, _ in walk_tb(problem.__traceback__))
+    return last
 
 
 def _unreadable(problem: Exception) -> str:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -189,9 +190,8 @@ def with_weight(function: Callable[..., Any], named: dict[str, Any]) -> dict[str
     """Named function arguments, as passed by the caller: `l1_loss` hides its `weight` from modes (PyTorch 2.13)."""
     if function is not torch.nn.functional.l1_loss or "weight" in named:
         return named
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not function.__code__:
-        frame = frame.f_back
+    frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code is function.__code__)
+    frame = next(frames, None)
     return named if frame is None else {**named, "weight": frame.f_locals["weight"]}
 
 

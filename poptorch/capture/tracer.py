@@ -8,7 +8,7 @@ recurrent layers and others with a name of their own in printed graphs. Ops with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -109,9 +109,7 @@ class Tracer:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Intercept all ops within a block."""
-        with ExitStack() as stack:
-            for mode in (torch.enable_grad(), self._fake, self.op_interceptor, self.function_interceptor):
-                stack.enter_context(mode)
+        with torch.enable_grad(), self._fake, self.op_interceptor, self.function_interceptor:
             yield
 
     def suspended(self) -> AbstractContextManager[None]:

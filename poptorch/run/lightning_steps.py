@@ -315,10 +315,10 @@ class Step(torch.nn.Module):
             },
             *({name: _standing_in(metric, name, noting, metrics) for name in _OF_METRICS} for metric in metrics),
         ]
-        with ExitStack() as stack:
-            for each, others in zip((self.module, *metrics), methods, strict=True):
-                stack.enter_context(restoring(vars(each)))
-                vars(each).update(others)
+        namespaces = [vars(each) for each in (self.module, *metrics)]
+        with restoring(*namespaces):
+            for namespace, others in zip(namespaces, methods, strict=True):
+                namespace.update(others)
             yield
 
 
@@ -442,10 +442,9 @@ def _standing_in(
                     f"{type(metric).__name__}.{name}: what a metric has seen is on the host, so a step cannot compute "
                     f"with it. Log the result as it is, or call `{name}()` in a hook such as `on_train_epoch_end`."
                 )
-            with ExitStack() as stack:
+            with restoring(*(vars(each) for each, _ in as_they_are)):
                 for each, attributes in as_they_are:
                     others = {key: value for key, value in _WHERE_TRACED.items() if key in attributes}
-                    stack.enter_context(restoring(vars(each)))
                     vars(each).clear()
                     vars(each).update({**attributes, **others})
                 metric.reset()

@@ -134,6 +134,9 @@ def _stages_of_phase(given: Sequence[Any]) -> list[Stage]:
 class _IExecutionStrategy(ABC):
     """Interface of all execution strategies."""
 
+    overlaps_stages = False
+    """Whether stages run concurrently, each on another micro-batch."""
+
     @abstractmethod
     def block_stages(self) -> Iterator[tuple[BlockId, Stage, int, int | None]]:
         """Listed blocks: block id, stage, stage number, phase number."""
@@ -211,6 +214,8 @@ class PipelinedExecution(_IExecutionStrategy):
         Stage('A', 'B')
     """
 
+    overlaps_stages = True
+
     def __init__(self, *args: AutoStage | BlockId | Stage | Sequence[BlockId] | Sequence[Stage]) -> None:
         self.auto_stage: AutoStage | None = None
         self.stages: list[Stage] = []
@@ -272,6 +277,8 @@ class ShardedExecution(PipelinedExecution):
         >>> ShardedExecution(AutoStage.AutoIncrement)
         ShardedExecution(AutoStage.AutoIncrement)
     """
+
+    overlaps_stages = False
 
     def backendOptions(self) -> dict[str, Any]:
         return {"execution_mode": "sharded"}

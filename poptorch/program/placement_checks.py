@@ -12,7 +12,6 @@ from poptorch.options import Options
 from poptorch.placement.capture_context import Site
 from poptorch.placement.strategies import (
     ParallelPhasedExecution,
-    PipelinedExecution,
     ShardedExecution,
     _IPhasedExecution,
 )
@@ -57,7 +56,7 @@ def check_placement(sites: Sequence[Site], options: Options, training: bool) -> 
     if isinstance(strategy, _IPhasedExecution):
         _check_phases(sites, strategy)
         return Placement(units, 1, _phase_count(strategy))
-    if isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution):
+    if strategy.overlaps_stages:
         return Placement(units, _pipeline_stages(sites, options, training), None)
     return Placement(units, 1, None)
 

@@ -10,7 +10,6 @@ from poptorch.base.logging_ import logger
 from poptorch.capture.recomputation import as_calls, between_checkpoints, keeping_all_but_norms, layers
 from poptorch.capture.trace import Node, Value
 from poptorch.options import Options
-from poptorch.placement.strategies import PipelinedExecution, ShardedExecution
 
 _OF_LAYERS = (RecomputationType.Standard, RecomputationType.NormOnly)
 
@@ -19,8 +18,7 @@ class Recomputation:
     """Recomputed regions of a model in training."""
 
     def __init__(self, options: Options, nodes: Sequence[Node]) -> None:
-        strategy = options.execution_strategy
-        pipelines = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
+        pipelines = options.execution_strategy.overlaps_stages
         self._by_stage = pipelines and any(a.site.unit != b.site.unit for a, b in pairwise(nodes))
         self._kind = options._Popart.recomputation
 

@@ -7,7 +7,6 @@ import torch
 from poptorch.enums import MeanReductionStrategy, OutputMode
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
-from poptorch.placement.strategies import PipelinedExecution, ShardedExecution
 from poptorch.program.batching import Batching
 
 
@@ -22,13 +21,13 @@ def own_options(options: Options, training: bool) -> Options:
     if own.defaultOutputMode():
         own.outputMode(OutputMode.Final if training else OutputMode.All)
     if not training and own.Training.gradient_accumulation != 1:
-        strategy = own.execution_strategy
-        is_pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
         raise createPoptorchError(
             "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
             "when running a poptorch.inferenceModel()."
             + " Use poptorch.Options().deviceIterations() to process a sufficient number of batches each run for "
-            "pipelined execution instead." * is_pipelined + f" It is {own.Training.gradient_accumulation}."
+            "pipelined execution instead."
+            * own.execution_strategy.overlaps_stages
+            + f" It is {own.Training.gradient_accumulation}."
         )
     own.freeze()
     return own

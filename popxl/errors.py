@@ -126,6 +126,10 @@ class TensorTruthWarning(PopxlWarning):
     """`if tensor:` tests presence of elements, ignoring their values."""
 
 
+class UnnamedVariableWarning(PopxlWarning):
+    """A graph input for a variable that no name leads to: its module is not an attribute of the one that calls it."""
+
+
 class UnusedGradientWarning(PopxlWarning):
     """A gradient graph given for a called graph, unused in the caller's differentiation."""
 

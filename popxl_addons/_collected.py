@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -17,6 +18,9 @@ from popxl_addons.build_grad import Aux, VarGrad
 from popxl_addons.grad_info import CalledGraphs
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.variable_factory import NamedVariableFactories, VariableFactory
+
+_placeholders_of_build: ContextVar[list[popxl.Tensor]] = ContextVar("_placeholders_of_build")
+"""What the modules of a build add to graphs, linked to each other or not."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class BuildState:
             return self._children[head].add(rest, recipe, overwrite)  # a merge here would cut the link to the child
         self.factories.insert(name, recipe.copy() if isinstance(recipe, NamedVariableFactories) else recipe, overwrite)
         placeholders = _placeholders(recipe)
+        added = [placeholders] if isinstance(placeholders, popxl.Tensor) else placeholders.values_flat()
+        _placeholders_of_build.get([]).extend(added)
         self.args.insert(name, placeholders, overwrite)
         return placeholders
 
@@ -71,12 +77,19 @@ class BuildState:
         """
         before = {collected: dict(vars(collected)) for collected in self._walk()}
         self._start_anew()
+        token = _placeholders_of_build.set([])
         try:
             yield
         finally:
+            _placeholders_of_build.reset(token)
             self._start_anew()  # for submodules that the build has assigned
             for collected, contents in before.items():
                 vars(collected).update(contents)
+
+    def unnamed(self, graph: popxl.Graph) -> list[popxl.Tensor]:
+        """Placeholders in `graph` that this build has added, and that have no name here."""
+        named = {*self.args.values_flat()}
+        return [t for t in _placeholders_of_build.get() if t.graph is graph and t not in named]
 
     def result(self) -> BuildResult:
         """Copy of current collections."""

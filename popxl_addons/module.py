@@ -14,7 +14,9 @@ from typing import Any, Literal, Self, SupportsInt
 from weakref import WeakKeyDictionary
 
 import popxl
+from popxl.errors import UnnamedVariableWarning
 from popxl.extend.arguments import check_type
+from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.replica_grouping import Groups
 from popxl_addons._collected import BuildResult, BuildState
 from popxl_addons._outlined_call import Autodiff, Choice, OutlinedCall
@@ -105,6 +107,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
                 graph = create(self, *args, **kwargs)
             finally:
                 self._is_graph_body = False
+            self._warn_of_unnamed(graph)
             build = self._collected.result()
         if self._cache is not None:
             build = self._cached_builds.setdefault(graph, build)
@@ -116,6 +119,17 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
             aux=build.aux,
             called_graphs_grad_info=build.called_graphs_grad_info,
         )
+
+    def _warn_of_unnamed(self, graph: popxl.Graph) -> None:
+        """Warn of variables that users cannot make and bind by name: they notice where they call the graph."""
+        if unnamed := self._collected.unnamed(graph):
+            warn_at(
+                SourceLocation.of(user_frame()),
+                f"{type(self).__name__}.create_graph: the graph has inputs for variables that are not among its "
+                f"`args` and factories: {', '.join(t.name for t in unnamed)}. Those of a submodule are if it is an "
+                "attribute of the module that calls it; make lists of modules with `Module.from_list`.",
+                UnnamedVariableWarning,
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `build` in the current graph, which gets its ops and inputs."""

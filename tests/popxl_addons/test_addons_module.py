@@ -10,6 +10,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
+from popxl.errors import UnnamedVariableWarning
 from popxl_addons.variable_factory import VariableFactory
 
 
@@ -422,6 +423,26 @@ def test_lists(x, evaluate):
     for w in weights:
         expected = expected @ w + 0.5
     np.testing.assert_allclose(out, expected, rtol=1e-5)
+
+
+def test_variables_of_modules_that_are_no_attributes(x):
+    """Neither the modules of a Python list, nor one that is called where it is made."""
+
+    class Parts(addons.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.last = [Affine(2)], Affine(2)
+
+        def build(self, x):
+            facts, outlined = Affine(2).create_graph(x)  # has a graph of its own, and gets names here
+            (x,) = outlined.bind(self.add_variable_inputs("first", facts)).call(x)
+            return self.last(Affine(2)(self.layers[0](x)))
+
+    with pytest.warns(
+        UnnamedVariableWarning, match=r"Parts.create_graph: .* w__t\d+, b__t\d+, w__t\d+, b__t\d+\. Those"
+    ):
+        facts, graph = Parts().create_graph(x)
+    assert facts.keys_flat() == graph.args.keys_flat() == ["last.w", "last.b", "first.w", "first.b"]
 
 
 def test_only_lists_can_be_iterated(ir):

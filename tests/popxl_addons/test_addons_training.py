@@ -11,6 +11,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
+from popxl.errors import UnnamedVariableWarning
 from popxl_addons import optimizers
 from popxl_addons.layers import Linear
 from tests.tolerances import assert_near
@@ -136,8 +137,9 @@ def test_what_is_refused() -> None:
             addons.train_step(addons.layers.Linear(4), stream, optimizer=optimizers.sgd, accumulate=2)
         with pytest.raises(ValueError, match=r"nothing reads the variables \['unread'\].*out of `Unread.build`"):
             addons.train_step(Unread(), stream, optimizer=optimizers.sgd, accumulate=2)
-        with pytest.raises(
-            ValueError, match=r"inputs \['weight', 'bias'\] of the graph of `Listed`.*`Module.from_list"
+        with (
+            pytest.warns(UnnamedVariableWarning, match="Listed.create_graph"),
+            pytest.raises(ValueError, match=r"inputs \['weight', 'bias'\] of the graph of `Listed`.*`Module.from_list"),
         ):
             addons.train_step(Listed(), stream, optimizer=optimizers.sgd)
         with pytest.raises(

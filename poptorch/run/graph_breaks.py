@@ -27,6 +27,7 @@ import torch
 import popxl
 from poptorch.base.dtypes import from_numpy, to_numpy
 from poptorch.base.host_numbers import Number
+from poptorch.base.leaves import Structure
 from poptorch.base.logging_ import Warned
 from poptorch.base.outputs import OutputStructure
 from poptorch.capture.graph_breaks import GraphBreak
@@ -99,9 +100,7 @@ class BrokenGraph:
             self._host_buffers = {name: from_numpy(arrays[name].copy()) for name in buffers if name in arrays}
         self._check(path)
         self._extend(path)
-        for (
-            part
-        ) in self._root.descendants():  # the host has looked at the numbers of a call: most often the guess is right
+        for part in self._root.descendants():  # the host has seen the numbers of a call: most often the guess is right
             self._program(part)
 
     # Parts ----------------------------------------------------------------------------------------------------------
@@ -202,7 +201,6 @@ class BrokenGraph:
         used = {id(value) for node in nodes for value in node.inputs} | set(map(id, wanted))
         own = {name: value for name, value in path.captured.state.items() if name not in self._host_buffers}
         state = {name: value for name, value in own.items() if id(value) in used}
-        tensors = [torch.empty(value.shape, dtype=value.dtype) for value in values]
         results = [torch.empty(value.shape, dtype=value.dtype) for value in wanted]
         captured = Captured(
             trace=Trace(inputs=[*values, *state.values()], nodes=nodes, outputs=wanted),
@@ -218,14 +216,16 @@ class BrokenGraph:
         host = {name: array for name, array in self._host().items() if name in state}
         if self._is_attached:
             host |= self.weights(state)  # the host may have changed these meanwhile
-        compiled = compile_captured(
-            popxl.Ir(replication=1),
-            captured,
-            OutputStructure(results, {}, []),
-            Signature(lambda *given: None, tuple(tensors), {}),
-            replace(self._request, update=None, seed=self._request.seed + number),
-            host,
-        )
+        request = replace(self._request, update=None, seed=self._request.seed + number)
+        return self._compiled(captured, OutputStructure(results, {}, []), request, host)
+
+    def _compiled(
+        self, captured: Captured, answer: Structure, request: ProgramRequest, host: Mapping[str, np.ndarray]
+    ) -> Compiled:
+        """Compile a captured subgraph, whose arguments are its inputs, and attach it if others are attached."""
+        tensors = tuple(torch.empty(value.shape, dtype=value.dtype) for value in captured.inputs)
+        signature = Signature(lambda *given: None, tensors, {})
+        compiled = compile_captured(popxl.Ir(replication=1), captured, answer, signature, request, host)
         if self._is_attached:
             compiled.attach(host)
         return compiled

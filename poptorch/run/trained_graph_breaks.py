@@ -19,17 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-import popxl
 from poptorch.capture.losses import final_loss
 from poptorch.capture.trace import Trace, Value
 from poptorch.errors import Error, createPoptorchError
 from poptorch.lowering.emission import drawing
 from poptorch.program.program_io import ProgramIO
-from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.graph_breaks import BrokenGraph
-from poptorch.run.program_compilation import compile_captured
 from poptorch.run.subgraphs import Content, ExecutionPath, Subgraph, ValueIds, is_constant, outputs_of
 from popxl.tensor import Variable
 
@@ -90,20 +87,11 @@ class TrainedBrokenGraph(BrokenGraph):
     def _made_step(self, path: ExecutionPath, places: ValueIds, content: Content) -> Compiled:
         captured = path.captured
         inputs = [*captured.inputs, *(places.value[place] for place in content.given)]
-        tensors = tuple(torch.empty(value.shape, dtype=value.dtype) for value in inputs)
-        state = list(captured.state.values())
-        compiled = compile_captured(
-            popxl.Ir(replication=1),
-            replace(captured, trace=Trace([*inputs, *state], content.nodes, captured.trace.outputs), inputs=inputs),
-            path.answer,
-            Signature(lambda *given: None, tensors, {}),
-            self._request,
-            host := dict(self._host()),
-        )
+        trace = Trace([*inputs, *captured.state.values()], content.nodes, captured.trace.outputs)
+        step = replace(captured, trace=trace, inputs=inputs)
+        compiled = self._compiled(step, path.answer, self._request, dict(self._host()))
         if self._numbers is not None:
             compiled.write_numbers(self._numbers)
-        if self._is_attached:
-            compiled.attach(host)
         self._state |= compiled.io.state
         if self._newest is None and not self._left:  # the first one
             self._newest = compiled

@@ -27,6 +27,7 @@ from poptorch.run.serialization import OptimizerData
 from poptorch.run.trained_graph_breaks import TrainedBrokenGraph
 
 State = Mapping[str, torch.Tensor]
+Settings = tuple[list[Any], list[dict[str, Any]], list[int]]
 
 
 class Trainer:
@@ -60,7 +61,7 @@ class Trainer:
         self._is_offline = False
         self._parameters: dict[str, torch.Tensor] = {}
         self._with_state: dict[str, torch.Tensor] = {}  # state tensors of the program, by parameter
-        self._sent: tuple[list[Any], list[dict[str, Any]], list[int]] = [], [], []
+        self._sent: Settings = [], [], []
         self._is_apart = False  # another wrapper has other state of the same parameters, after a warning
         self._mirror: MirroredState | None = None
         self._shown: Any = None
@@ -241,7 +242,7 @@ class Trainer:
 
     def has_changed(self) -> bool:
         """Whether optimiser hyperparameters, groups or state differ from the program's."""
-        return self.update is not None and (not _has_hyperparameters(self.optimizer, self._sent) or self._is_loaded)
+        return self.update is not None and (_settings(self.optimizer) != self._sent or self._is_loaded)
 
     @property
     def _is_loaded(self) -> bool:
@@ -257,7 +258,7 @@ class Trainer:
         Raises:
             poptorch.Error: for an optimiser that has outgrown the program.
         """
-        if not _has_hyperparameters(self.optimizer, self._sent):
+        if _settings(self.optimizer) != self._sent:
             self._read_numbers()
         state = self.optimizer.state
         if self._is_offline:
@@ -293,7 +294,7 @@ class Trainer:
         """Pass an optimiser's hyperparameters to the program, effective next run."""
         assert self.update is not None
         optimizer = optimizer or self.optimizer
-        sent, numbers = _hyperparameters(optimizer), self.update.hyperparameters.values(optimizer)
+        sent, numbers = _snapshot(_settings(optimizer)), self.update.hyperparameters.values(optimizer)
         if self._compiled is not None and not np.array_equal(numbers, self.numbers):
             self._compiled.write_numbers(numbers)
         self._sent, self.numbers = sent, numbers
@@ -436,22 +437,14 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
     return float(state.get("step", 1)) > 0
 
 
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[dict[str, Any]], list[int]]:
-    """Snapshot of an optimiser's hyperparameters, for `_has_hyperparameters`; mutable tensors are stored as numbers."""
-    groups = [
-        {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-        for group in optimizer.param_groups
-    ]
-    return _own_numbers(optimizer), groups, list(map(_size, groups))
+def _settings(optimizer: torch.optim.Optimizer) -> Settings:
+    """Hyperparameters and sizes of groups. A comparison takes a microsecond: parameter lists are identical objects."""
+    own = [vars(optimizer).get(name) for name in getattr(optimizer, "_own", ())]
+    return own, optimizer.param_groups, list(map(_size, optimizer.param_groups))
 
 
-def _has_hyperparameters(
-    optimizer: torch.optim.Optimizer, sent: tuple[list[Any], list[dict[str, Any]], list[int]]
-) -> bool:
-    """Whether hyperparameters match a snapshot. Takes a microsecond: parameter lists are identical objects."""
-    groups = optimizer.param_groups
-    return groups == sent[1] and _own_numbers(optimizer) == sent[0] and list(map(_size, groups)) == sent[2]
-
-
-def _own_numbers(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [vars(optimizer).get(name) for name in getattr(optimizer, "_own", ())]
+def _snapshot(settings: Settings) -> Settings:
+    """Settings that stay as they are: tensors, which may change, as numbers."""
+    own, groups, sizes = settings
+    numbers = [{n: v.item() if isinstance(v, torch.Tensor) else v for n, v in group.items()} for group in groups]
+    return own, numbers, sizes

@@ -386,16 +386,7 @@ class PoplarExecutor(ModelLifecycle):
             self._trainer.notice()
             if self._trainer.device.pending:
                 self._trainer.write_pending()
-        saving.save(
-            filename,
-            compiled,
-            self._options,
-            self._host.module,
-            self._host.grouped,
-            self._trainer,
-            export_model,
-            save_rng_state,
-        )
+        saving.save(filename, compiled, self._options, self._host, self._trainer, export_model, save_rng_state)
 
     @traced("loadExecutable")
     def loadExecutable(self, filename: str | os.PathLike[str]) -> None:
@@ -417,16 +408,16 @@ class PoplarExecutor(ModelLifecycle):
 
     def _take(self, saved: saving.Saved, anew: bool) -> None:
         """Install a saved program; `anew`: keep this wrapper's optimiser state."""
-        saved.check(self._host.module, self._training)
+        saved.check(self._host, self._training)
         self._is_loaded = not anew
         self._weights.instrument()
         self._host.check_buffers(self._options.updatable_named_buffers)
         self._host.grouped.update(saved.grouped)
-        compiled = saved.compiled(self._host.forward, self._options)
+        compiled = saved.compiled(self._host, self._options)
         if anew:
             compiled.write_counted(self._host.carried_numbers(compiled.host_numbers))
         if self._trainer is not None:
-            saved.prepare(self._trainer, self._host.module, self._options)
+            saved.prepare(self._trainer, self._host, self._options)
             if anew:
                 assert self._trainer.update is not None
                 first = {kept.name: kept.value for kept in self._trainer.update.state}

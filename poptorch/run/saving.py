@@ -48,6 +48,7 @@ from poptorch.run import weight_values
 from poptorch.run.arguments import Signature
 from poptorch.run.compiled import Compiled
 from poptorch.run.devices import chosen_device
+from poptorch.run.host_model import HostModel
 from poptorch.run.serialization import OptimizerData, from_data, options_from_data, options_to_data, to_data
 from poptorch.run.trainer import Trainer
 from popxl.errors import PopxlError
@@ -151,8 +152,7 @@ def save(
     filename: str | os.PathLike[str],
     compiled: Compiled,
     options: Options,
-    module: torch.nn.Module,
-    grouped: Mapping[str, GroupedParameter],
+    host: HostModel,
     trainer: Trainer | None,
     export_model: bool,
     save_rng_state: bool,
@@ -169,9 +169,9 @@ def save(
     call, tensors = _call(compiled)
     model = None
     if export_model:
-        own = weight_values.tensors_of(module)
+        own = host.tensors()
         tensors |= {f"weights/{name}": t.detach().contiguous() for name, t in own.items()}
-        model = _model(module, OptimizerData.of(trainer.optimizer, own) if trainer is not None else None)
+        model = _model(host.module, OptimizerData.of(trainer.optimizer, own) if trainer is not None else None)
     numbers = compiled.counting
     counting = None if numbers is None else [numbers.now, list(map(astuple, numbers.paths)), numbers.dtypes]
     about = _About(
@@ -181,7 +181,7 @@ def save(
         options=options_to_data(options),
         call=call,
         io=_io_to_data(compiled.io),
-        grouped=to_data({name: astuple(each) for name, each in grouped.items()}, "grouped"),
+        grouped=to_data({name: astuple(each) for name, each in host.grouped.items()}, "grouped"),
         seed=compiled.seed if save_rng_state else None,
         optimizer=trainer.made_with if trainer is not None else None,
         model=model,
@@ -349,29 +349,29 @@ class Saved:
         data = self._about.model.optimizer
         return None if data is None else data.make(weight_values.tensors_of(module))
 
-    def check(self, module: torch.nn.Module, training: bool) -> None:
-        """Raise an `Error` for an incompatible module."""
+    def check(self, host: HostModel, training: bool) -> None:
+        """Raise an `Error` for an incompatible model."""
         if training != self.training:
             kinds = {True: "training", False: "inference"}
             raise createPoptorchError(
                 f"{self._name} was saved by a model for {kinds[self.training]}, and this one is for {kinds[training]}."
             )
-        have = weight_values.tensors_of(module)
+        have = host.tensors()
         if missing := [name for name in self._io["variables"] if name not in have]:
             raise createPoptorchError(
                 f"{self._name} was saved by another model: this one has no {', '.join(missing)}; it has "
                 f"{', '.join(have) or 'no parameters'}."
             )
 
-    def prepare(self, trainer: Trainer, module: torch.nn.Module, options: Options) -> None:
+    def prepare(self, trainer: Trainer, host: HostModel, options: Options) -> None:
         """Prepare a trainer using the saved optimiser settings."""
         assert self._about.optimizer is not None
-        parameters = weight_values.tensors_of(module)
+        parameters = host.tensors()
         apart = [name for name in parameters if f"{STEP}___{name}" in self._io["state"]]
         trainer.prepare(parameters, options, made_with=self._about.optimizer, counted_apart=apart)
 
-    def compiled(self, forward: Callable[..., Any], options: Options) -> Compiled:
-        """Create the compiled model, for a `forward` with identical parameters."""
+    def compiled(self, host: HostModel, options: Options) -> Compiled:
+        """Create the compiled model, for a model whose `forward` has identical parameters."""
         call = self._about.call
         with tempfile.TemporaryDirectory(prefix="poptorch-") as folder:
             path = Path(folder, _SESSION)
@@ -382,7 +382,7 @@ class Saved:
                 raise createPoptorchError(f"{self._name} holds no program that can be run here: {problem}") from problem
         seed = secrets.randbits(31) if self._about.seed is None else self._about.seed
         compiled = Compiled(
-            Signature(forward, self._args, self._kwargs),
+            Signature(host.forward, self._args, self._kwargs),
             structure_of(self._result, "result"),
             ProgramRequest(options, Batching.from_options(options, self.training), seed),
             {i: self._tensors[f"constants/{i}"] for i in call.constants},

@@ -27,6 +27,7 @@ from poptorch.capture.constants import buffer_dependencies, distance, numbers_of
 from poptorch.capture.frames import FrameStack
 from poptorch.capture.gradient_flow import is_in_own_derivative, stop_gradients, warn_about_derivative
 from poptorch.capture.host_tensors import MADE_IN_CAPTURE, HostTensors
+from poptorch.capture.request import CaptureRequest
 from poptorch.capture.stand_ins import StandIn
 from poptorch.capture.storages import TensorStorage, TensorView
 from poptorch.capture.tensor_layout import TensorLayout, offsets_of, views_between
@@ -44,16 +45,11 @@ from poptorch.capture.trace import (
     with_values,
 )
 from poptorch.errors import createPoptorchError
-from poptorch.placement.capture_context import CaptureContext
 from popxl.extend.source import SourceLocation
 
 
 class Recorder:
     """Recorder of a function's ops during execution.
-
-    Args:
-        ambient: context of ops: the current block and so on.
-        excludes: parts of file paths whose lines are skipped for source locations.
 
     Attributes:
         scopes: names of the modules that are running, outermost first.
@@ -67,23 +63,17 @@ class Recorder:
         keeps: whether the results of the next op are kept for the backward pass.
     """
 
-    def __init__(
-        self,
-        ambient: CaptureContext,
-        module: torch.nn.Module,
-        excludes: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, asked: CaptureRequest) -> None:
         self.scopes: list[str] = []
         self.host = HostTensors()
-        self.source = partial(user_line, excludes=tuple(excludes))
+        self.source = partial(user_line, excludes=tuple(asked.excludes))
         self.read: dict[str, SourceLocation] = {}
         self.reshaped: dict[int, SourceLocation] = {}
         self.makes_on_host = False
         self.regions: tuple[int, ...] = ()
         self.keeps = False
         self._region_count = 0
-        self._ambient = ambient
-        self._module = module
+        self._ambient, self._module = asked.ambient, asked.module
         self.frames = FrameStack(self.host, self.source)
         self._views: dict[int, TensorView] = {}
         self._storages: dict[int, TensorStorage] = {}

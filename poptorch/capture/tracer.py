@@ -82,7 +82,7 @@ class Tracer:
     def __init__(self, asked: CaptureRequest, preserves: bool) -> None:
         self._breaks, self._lowered = asked.breaks, asked.lowered
         self.has_counters = asked.tape is not None
-        self.recorder = Recorder(asked.ambient, asked.module, asked.excludes)
+        self.recorder = Recorder(asked)
         self.hooks: list[str] = []
         self.host_state: HostState
         self._preserves = preserves

@@ -112,8 +112,9 @@ class Recorder:
 
     def state_of(self, t: torch.Tensor) -> tuple[TensorStorage, int]:
         """Storage of a tensor, and the version of its contents."""
-        self.value_of(t)  # makes it known
-        storage = self._views[id(t)].storage
+        if id(t) not in self._views:
+            self.value_of(t)  # makes it known
+        storage = self._views[id(t)].storage  # perhaps of a body that has ended
         return storage, storage.version
 
     def is_constant(self, t: torch.Tensor) -> bool:

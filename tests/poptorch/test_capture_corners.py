@@ -510,6 +510,63 @@ def test_writes_through_rows_that_a_tensor_says() -> None:
     _agrees(_written_through_rows, _input(2, 3, 4), torch.tensor(1), torch.tensor(2))
 
 
+def test_rows_that_a_tensor_says_in_functions_of_their_own() -> None:
+    def step(x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x[i].add_(x[1])
+        x[i % 2, 1:].mul_(2)
+        return x, (i + 1) % 3
+
+    def repeated(x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x * 1
+        x, i = poptorch.for_loop(4, step, [x, i])
+        x[i].add_(1)
+        return x, i
+
+    def expected(x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x * 1
+        for _ in range(4):
+            x, i = step(x, i)
+        x[i].add_(1)
+        return x, i
+
+    x, i = _input(3, 4), torch.tensor(2)
+    results = poptorch.inferenceModel(repeated)(x, i)
+    torch.testing.assert_close(results, expected(x, i), check_dtype=False)
+
+
+class _RowDoubled(torch.autograd.Function):
+    """Doubles a row, and its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[i].mul_(2)
+        ctx.save_for_backward(i)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradient.clone()
+        gradient[ctx.saved_tensors[0]].mul_(2)
+        return gradient, None
+
+
+class _RowsOfGradients(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = _RowDoubled.apply(self.linear(x), x[0, 0].gt(0).long() + 1)
+        y = _RowDoubled.apply(y, x[0, 1].gt(0).long())
+        return y, F.mse_loss(y, torch.ones_like(y))
+
+
+def test_rows_of_gradients_that_a_tensor_says() -> None:
+    _trains_as_eager(_RowsOfGradients, _input(3, 4))
+
+
 class _Bank(torch.nn.Module):
     """A bank of features, one row of which each call replaces, and one of which it lowers."""
 

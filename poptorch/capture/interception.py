@@ -68,7 +68,7 @@ class FunctionInterceptor(TorchFunctionMode):
             others = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.Tensor)]
             moves |= any(tracer.to_model(other) == IPU for other in others)
         if not tracer.is_suspended:
-            self.row_views.refresh(pytree.tree_leaves((args, kwargs)))
+            self.row_views.refresh((args, kwargs))
         with tracer.making(args, kwargs):
             results = self._function(func, args, kwargs)
         if not tracer.is_suspended:

@@ -6,11 +6,11 @@ copy, the tensor is updated; if the tensor was overwritten, the copy is updated 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.storages import TensorStorage
@@ -61,16 +61,16 @@ class RowViews:
         view = self._views.get(storage_key(value))
         return view is not None and view.base_state == self._recorder.state_of(view.base)
 
-    def refresh(self, tensors: Iterable[Any]) -> None:
-        """Update copies among tensors, and views of copies, whose origins were overwritten."""
+    def refresh(self, given: Any) -> None:
+        """Update copies in a nested structure, and views of copies, whose origins were overwritten."""
         if not self._views or in_transform():
             return
-        for t in tensors:
+        for t in pytree.tree_leaves(given):
             view = self._views.get(storage_key(t)) if isinstance(t, FakeTensor) else None
             if view is not None and self._recorder.frames.owns(
                 view.copy_state[0].value
             ):  # not of a body that has ended
-                self.refresh([view.base])
+                self.refresh(view.base)
                 if view.base_state != (state := self._recorder.state_of(view.base)):
                     view.base_state = state
                     view.copy.copy_(view.base.index_select(view.dim, view.rows))

@@ -13,6 +13,7 @@ from popxl.core.create import with_numbers
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, TensorLike
 from popxl.core.traits import RealOnly, ShardingRule, Trait
+from popxl.ops.kernels.sums import rounded
 from popxl.ops.precision import round_once, widen
 from popxl.values.shapes import (
     broadcast,
@@ -204,7 +205,7 @@ def reduction(
     """
 
     def reduce(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> Any:
-        return lowering(widen(t), reduction_axes(axis, t.ndim), keepdims)
+        return rounded(lowering(widen(t), reduction_axes(axis, t.ndim), keepdims), t.dtype)
 
     def shape(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> TensorSpec:
         return TensorSpec(reduced_shape(t.shape, axis, keepdims), t.dtype)

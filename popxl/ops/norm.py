@@ -15,7 +15,7 @@ from popxl.core.traits import REFUSED, ShardingRule
 from popxl.errors import PopxlError
 from popxl.ops.elementwise import add
 from popxl.ops.families import REAL
-from popxl.ops.kernels.sums import summed
+from popxl.ops.kernels.sums import rounded, summed
 from popxl.ops.precision import wide_dtype
 from popxl.values.shapes import integer, like_first, number, of_shape
 from popxl.values.spec import TensorSpec
@@ -160,7 +160,8 @@ def _group_norm_backward(
     sums, products = of_channels(g), of_channels(g * x)
     level, slope = (summed(_rows(s * weight, num_groups), (1,), True) / x.shape[1] for s in (sums, products))
     dt = inverse * (_channel_rows(weight, t, num_groups) * g - level - x * slope)
-    return dt.reshape(t.shape), summed(products, (0,)), summed(sums, (0,))
+    of_weight, of_bias = (rounded(summed(each, (0,)), weight.dtype) for each in (products, sums))
+    return dt.reshape(t.shape), of_weight, of_bias
 
 
 def _group_norm_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:

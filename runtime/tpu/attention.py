@@ -40,7 +40,7 @@ For 1024 keys, the forward kernel takes 0.77 x the bundles of two blocks of 512,
 (64 channels, on a v5e).
 """
 
-LAYOUTS = dict.fromkeys(("q_layout", "k_layout", "v_layout"), kernel.QKVLayout.SEQ_MINOR)
+LAYOUTS: dict[str, Any] = dict.fromkeys(("q_layout", "k_layout", "v_layout"), kernel.QKVLayout.SEQ_MINOR)
 
 MOST_CHANNELS = 256
 """With more channels, blocks would not fit."""

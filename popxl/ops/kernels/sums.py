@@ -19,6 +19,12 @@ def summed(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
 
 
 @Kernel
+def rounded(found: Any, dtype: Any) -> Any:
+    """A reduced array in the dtype of its operand, which may be narrower."""
+    return found.astype(dtype)
+
+
+@Kernel
 def largest(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
     """The largest element of an array along some axes, ascending."""
     return jnp.max(t, tuple(axes), keepdims=keepdims)

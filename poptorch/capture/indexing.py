@@ -1,4 +1,4 @@
-"""`getitem` and `setitem`: dynamic indexing by integer tensors of shape [], whose contents are known only at run time.
+"""`getitem`, `setitem`, `narrow`, `select`: dynamic indexing by integer tensors of shape [], known only at run time.
 
 PyTorch would read them, as it does to get Python numbers. Here `RowViews` reads the rows, and `index_copy_` writes
 them; all other indices are handled by PyTorch. The number of rows has to be known: `x[i : i + 2]`. Slices between
@@ -9,7 +9,7 @@ break can serve them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 
@@ -56,6 +56,22 @@ def setitem(t: torch.Tensor, index: Any, value: Any, numbers: Numbers, views: Ro
     part = t.index_select(dim, rows)
     setitem(part, rest, value, numbers, views)
     t.index_copy_(dim, rows, part)
+
+
+def narrow(
+    numbers: Numbers, views: RowViews, input: torch.Tensor, dim: int, start: int | torch.Tensor, length: int
+) -> torch.Tensor:
+    """`input.narrow(dim, start, length)`."""
+    if not _is_row(start) or numbers.has_known_values(start):
+        return input.narrow(dim, start, length)
+    return views.take(input, dim, _from_the_front(start, input.shape[dim]) + torch.arange(length))
+
+
+def select(numbers: Numbers, views: RowViews, input: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
+    """`input.select(dim, index)`."""
+    if not _is_row(index) or numbers.has_known_values(index):
+        return input.select(dim, index)
+    return narrow(numbers, views, input, dim, index, 1).squeeze(dim)
 
 
 def _first_unknown(t: torch.Tensor, index: Any, numbers: Numbers) -> tuple[int, torch.Tensor, tuple[Any, ...]] | None:
@@ -113,7 +129,7 @@ def _dims(index: Any) -> int:
     return index.dim() if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) else 1
 
 
-def _is_row(index: Any) -> bool:
+def _is_row(index: Any) -> TypeGuard[torch.Tensor]:
     return _is_integer(index) and not index.dim()
 
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from poptorch.capture.captured_constants import is_users
 from poptorch.capture.decompositions import COMPOSED
 from poptorch.capture.devices import ASKING, IPU, LIKE_ANOTHER, on_cpu
-from poptorch.capture.indexing import getitem, setitem
+from poptorch.capture.indexing import getitem, narrow, select, setitem
 from poptorch.capture.number_inputs import holds_counters, with_numbers
 from poptorch.capture.preserved_functions import (
     COMPOSED_LOSSES,
@@ -89,6 +89,8 @@ class FunctionInterceptor(TorchFunctionMode):
                 return getitem(args[0], args[1], tracer, self.row_views)
             if func is torch.Tensor.__setitem__:
                 return setitem(args[0], args[1], args[2], tracer, self.row_views)
+            if (part := _PARTS.get(func)) is not None:
+                return part(tracer, self.row_views, *args, **kwargs)
             if func is torch.nn.functional.one_hot:
                 tracer.check_classes(*args, **kwargs)
             if func in _DIFFERENTIATING or func is _MAKE_DUAL:
@@ -118,6 +120,15 @@ class FunctionInterceptor(TorchFunctionMode):
             results = func(*args, **kwargs)
             return tracer.loss(results) if any(func is each for each in COMPOSED_LOSSES) else results
         return tracer.function(preserved, func, *with_plain_sizes(func, args, kwargs))
+
+
+_PARTS: dict[Any, Any] = {
+    torch.narrow: narrow,
+    torch.Tensor.narrow: narrow,
+    torch.select: select,
+    torch.Tensor.select: select,
+}
+"""Functions whose numbers may be tensors that only a run knows."""
 
 
 _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__format__", "data_ptr", "numpy", "tolist"))

@@ -503,6 +503,9 @@ def _written_through_rows(x: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> 
     torch.add(y[i, 0], 1, out=y[0, j])
     y[i, ::2] += old.sum()
     y[1] *= -1
+    y.select(-1, j).sub_(1)
+    torch.narrow(y, dim=1, start=i, length=2).mul_(3)
+    y.narrow(0, i, 1).narrow(2, j - 1, 2).select(1, i - 1).neg_()
     return y, row, rows, old
 
 
@@ -583,6 +586,8 @@ class _Bank(torch.nn.Module):
         with torch.no_grad():
             self.bank[self.row].copy_(features[1])
             self.bank[-self.row].mul_(0.5)
+            self.bank.narrow(0, self.row, 1).sub_(0.1)
+            self.bank.select(0, self.row - 1).neg_()
             self.row.add_(1).remainder_(5)
         loss = F.mse_loss(scores * torch.arange(5.0)[:, None], self.bank)
         return scores, loss

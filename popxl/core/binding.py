@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from popxl.base.arguments import check_type
 from popxl.base.log import Logger
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
@@ -102,6 +103,7 @@ def _is_by_ref(annotation: Any) -> bool:
 
 
 def _input(graph: Graph, spec: Any, name: str, by_ref: bool) -> Tensor:
+    check_type(spec.shape, Iterable, f"The shape of {name!r}", "a sequence of integers")
     return graph.add_input(TensorSpec(tuple(spec.shape), spec.dtype, tuple(spec.meta_shape)), name, by_ref)
 
 

@@ -67,11 +67,11 @@ class CallSiteInfo:
 
     def parent_input(self, idx: int) -> Tensor:
         """The op input at a parent index. Raises `IndexError` out of range."""
-        return _tensor_at(self.op.inputs, idx - self._first_input, "input", idx)
+        return _tensor_at(self.op.inputs, idx, "input", self._first_input)
 
     def parent_output(self, idx: int) -> Tensor:
         """The op output at a parent index. Raises `IndexError` out of range."""
-        return _tensor_at(self.op.outputs, idx, "output", idx)
+        return _tensor_at(self.op.outputs, idx, "output")
 
     def graph_to_parent_input_index(self, idx: int) -> int:
         """The parent index of a graph input."""
@@ -143,10 +143,10 @@ class CallSiteInfo:
         return f"{type(self).__name__}[{self.op!r} of {called}]"
 
 
-def _tensor_at(tensors: tuple[Tensor, ...], position: int, what: str, idx: int) -> Tensor:
-    if not 0 <= position < len(tensors):
-        raise IndexError(f"This call has no {what} {idx}; it has {len(tensors)}.")
-    return tensors[position]
+def _tensor_at(tensors: tuple[Tensor, ...], idx: int, what: str, first: int = 0) -> Tensor:
+    if not 0 <= idx - first < len(tensors):
+        raise IndexError(f"This call has no {what} {idx}; it has {len(tensors)}, numbered from {first}.")
+    return tensors[idx - first]
 
 
 def by_ref_inputs(attributes: Mapping[str, Any]) -> frozenset[int]:

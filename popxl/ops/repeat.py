@@ -78,7 +78,7 @@ def _carried_specs(
         raise PopxlError(f"`backwards` is {backwards!r}; expected a bool.")
     if not 0 <= carried <= min(len(inputs), len(graph.outputs) - EXTRA_OUTPUTS) or len(graph.called_graphs) != 1:
         raise PopxlError(f"{graph.title} is no wrapper of a graph that carries {carried} values from turn to turn.")
-    check_fit(graph, inputs, graph.inputs[EXTRA_INPUTS:])
+    check_fit(graph.called_graphs[0], inputs, graph.inputs[EXTRA_INPUTS:])  # the user's graph, to name it
     results = [t.spec for t in graph.outputs[EXTRA_OUTPUTS:]]
     return results[:carried] + [_stacked(spec, {"repeat_count": repeat_count}) for spec in results[carried:]]
 

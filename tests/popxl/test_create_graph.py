@@ -375,3 +375,10 @@ def test_specs_are_equal_and_hashable_by_value():
     assert first != popxl.TensorSpec((2,), F32) and first != popxl.TensorSpec((1,), F32, (2,))
     with pytest.raises(TypeError):
         hash(popxl.TensorSpec([1], F32))
+
+
+def test_a_spec_without_a_shape_is_refused(ir):
+    """Shape and dtype exchanged, or a single number."""
+    for shape, dtype in ((F32, (2,)), (3, F32)):
+        with pytest.raises(TypeError, match="The shape of 'x' must be a sequence of integers; got"):
+            ir.create_graph(lambda x: x, popxl.TensorSpec(shape, dtype))

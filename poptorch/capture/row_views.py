@@ -67,9 +67,8 @@ class RowViews:
             return
         for t in pytree.tree_leaves(given):
             view = self._views.get(storage_key(t)) if isinstance(t, FakeTensor) else None
-            if view is not None and self._recorder.frames.owns(
-                view.copy_state[0].value
-            ):  # not of a body that has ended
+            # A view may be of a body that has ended.
+            if view is not None and self._recorder.frames.owns(view.copy_state[0].value):
                 self.refresh(view.base)
                 if view.base_state != (state := self._recorder.state_of(view.base)):
                     view.base_state = state

@@ -231,6 +231,15 @@ def test_a_budget_that_fits_in_one_piece_is_enough() -> None:
     assert found.plan.micro_batches == 1 and found.peak <= budget
 
 
+def test_recomputing_in_one_piece_is_tried_before_slices_that_take_longer() -> None:
+    """Slices of few rows would read the weights again for little."""
+    lines: list[str] = []
+    budget = round(1.08 * peak("nothing", rows=4))
+    assert budget < peak("everything", rows=4)
+    found = addons.plan_memory(lambda memory: deep(memory, rows=4, micro_batches="auto")[0], budget, told=lines.append)
+    assert found.plan.micro_batches == 1 and found.compilations == 2, lines
+
+
 def test_enough_memory_needs_one_micro_batch() -> None:
     found = addons.plan_memory(lambda memory: deep(memory, micro_batches="auto", optimizer_state="auto")[0], "1 GB")
     assert (found.plan.micro_batches, found.plan.optimizer_state, found.compilations) == (1, "device", 1)

@@ -57,10 +57,9 @@ class PreservedFunction:
 @cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """Parameters of a function: Python's, or those of the op that a builtin function runs."""
-    try:
+    if not inspect.isbuiltin(function) and not inspect.ismethoddescriptor(function):
         return inspect.signature(function)
-    except ValueError:  # a builtin function
-        op = getattr(torch.ops.aten, function.__name__)
+    op = getattr(torch.ops.aten, function.__name__)
     kinds = {False: inspect.Parameter.POSITIONAL_OR_KEYWORD, True: inspect.Parameter.KEYWORD_ONLY}
     parameters = []
     for argument in getattr(op, op.overloads()[0])._schema.arguments:

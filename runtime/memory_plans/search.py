@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from popxl.base.memory_requests import MemoryRequest
@@ -16,7 +15,7 @@ from runtime.progress import stage
 COMPILATIONS = 3
 """How often a program is compiled at most: with everything kept, with the plan, and with the corrected plan."""
 
-_AIM = 0.92
+_AIM = 0.95
 """Share of the budget that a plan aims at after a plan above the budget."""
 
 _LAST_AIMS = (0.92, 0.96, 1.0)
@@ -83,7 +82,7 @@ class PlanSearch:
 
     def _try(self, limit: float | None) -> bool:
         """Compile a plan with at most `limit` bytes of activations. False if there is none that was not tried."""
-        solution = self._smallest if limit is None else self._solved(limit)
+        solution = self._solved(limit)
         if solution is None or self._is_known(solution) or solution.bytes > self.tried[0][0].bytes:
             return False  # more than with everything kept: the time to solve was too short
         self._add(solution, self._compile(self.everything.applied.plan_with(solution.treatments)))
@@ -118,10 +117,6 @@ class PlanSearch:
         with stage(f"{self._title}: solving"):
             return solve(self._graphs, limit, last.chip, last.offloadable, last.release)
 
-    @cached_property
-    def _smallest(self) -> Solution | None:
-        return self._solved(None)
-
     def _is_known(self, solution: Solution) -> bool:
         return any(solution.treatments == known.treatments for known, _ in self.tried)
 
@@ -131,29 +126,30 @@ class PlanSearch:
 
         Peaks grow about linearly with planned bytes. A byte weighs more than one where kernels hold further values
         beside activations: of a single program, temporaries say how much. With plans on both sides of the budget, the
-        limit is on the line between them. If only plans above it are known, the line is that from the last one to the
-        smallest plan, which is taken to need what the first program lets expect.
+        limit is on the line between them. If only plans above it are known, there is one more try: its margin grows
+        with the excess of the last one, and if no plan has as few bytes as the line asks for, the weight is one.
         """
         points = [self._point(solution, found) for solution, found in self.tried]
         fitting = [each for each in points if each[1] <= self._budget]
-        first, (most, whole) = self.everything, points[0]
+        planned, peak = points[-1]
         if fitting:
             low, high = max(fitting), min(each for each in points if each[1] > self._budget)
-            yield from self._between(low, high, _LAST_AIMS)
+            if low[0] < high[0]:
+                slope = (high[0] - low[0]) / (high[1] - low[1])
+                yield from (low[0] + (aim * self._budget - low[1]) * slope for aim in _LAST_AIMS)
             return
         if len(points) == 1:
-            yield most + (_FIRST_AIM[first.release] * self._budget - whole) / first.weight(most)
-        elif (smallest := self._smallest) is not None:
-            expected = whole - first.weight(most) * (most - smallest.bytes)
-            if expected < _AIM * self._budget:
-                yield from self._between((smallest.bytes, expected), points[-1], (_AIM,))
+            first = self.everything
+            yield planned + (_FIRST_AIM[first.release] * self._budget - peak) / first.weight(planned)
+        else:
+            weight = 1.0
+            if planned != points[0][0]:
+                weight = min(max((points[0][1] - peak) / (points[0][0] - planned), 0.25), 2.0)
+            aim = max(_AIM - 0.75 * (peak / self._budget - 1), 0.7) * self._budget
+            yield planned + (aim - peak) / weight
+            if weight < 1.0:
+                yield planned + aim - peak
         yield None
-
-    def _between(self, low: tuple[float, float], high: tuple[float, float], aims: Sequence[float]) -> Iterator[float]:
-        """Planned bytes on the line between two plans, for shares of the budget."""
-        if low[0] < high[0]:
-            slope = (high[0] - low[0]) / (high[1] - low[1])
-            yield from (low[0] + (aim * self._budget - low[1]) * slope for aim in aims)
 
     def _point(self, solution: Solution, found: Compiled) -> tuple[int, int]:
         """Planned bytes of a tried plan, and its peak as compiled."""

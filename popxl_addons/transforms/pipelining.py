@@ -189,9 +189,8 @@ class StageContext:
                 for each, made_in, read_in in self._stashed
                 if each is graph
             ]
-            requested.held[graph] = max(
-                requested.held.get(graph, 1), *self.schedule.simulate(values=values).stashed_bytes
-            )
+            stashed = self.schedule.simulate(values=values).stashed_bytes
+            requested.held[graph] = max(requested.held.get(graph, 1), *stashed)
 
     def hook(self, op: Op) -> None:
         """Record a new op's stage. Raises `RuntimeError` without stage."""

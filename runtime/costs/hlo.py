@@ -1,7 +1,8 @@
 """Parser of a compiled program's HLO text: instructions, and their execution counts.
 
 The text is XLA's HLO after all its passes: it lists the instructions that run, in order. Here it becomes computations
-of instructions, each with its number of executions in a run. `runtime.costs.work` computes their costs.
+of instructions that know each other: an instruction its operands, its users, and the computations that it calls.
+`runtime.costs.work` computes their costs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -44,25 +45,27 @@ def _bits(dtype: str) -> int:
     return int(found[1]) if found else 8
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Instruction:
     """One instruction.
 
     Attributes:
         opcode: HLO opcode, such as "fusion" or "all-reduce-start".
         results: shapes of the results; several, if it is a tuple.
-        operands: names of its operands, or the text in their place.
+        arguments: names of its operands, or the text in their place.
         text: text after the operands: attributes and metadata.
         is_root: whether the instruction is its computation's result.
+        computation: the computation that it is part of.
         line: the user's source line that it comes from, "train.py:12"; "" where XLA does not say.
     """
 
     name: str
     opcode: str
     results: tuple[Shape, ...]
-    operands: tuple[str, ...]
+    arguments: tuple[str, ...]
     text: str
-    is_root: bool = False
+    is_root: bool
+    computation: Computation = field(repr=False)
     line: str = ""
 
     @property
@@ -79,13 +82,60 @@ class Instruction:
         """Integer list attribute `name`."""
         return tuple(map(int, re.findall(r"-?\d+", self.attribute(name))))
 
+    @property
+    def target(self) -> str:
+        """Function of a custom call; "" for other instructions."""
+        return self.attribute("custom_call_target").strip('"')
+
+    @property
+    def number(self) -> int:
+        """Number of a parameter."""
+        return int(self.arguments[0])
+
+    @property
+    def operands(self) -> list[Instruction | None]:
+        """Instructions that make the operands; `None` for text in place of one."""
+        return [self.computation.instructions.get(name) for name in self.arguments]
+
+    @property
+    def operand_shapes(self) -> list[tuple[Shape, ...]]:
+        """Result shapes of each operand; empty for an unknown operand."""
+        return [() if each is None else each.results for each in self.operands]
+
+    @property
+    def source(self) -> Instruction:
+        """First instruction of the chain of bitcasts that ends here."""
+        before = self.operands[0] if self.opcode == "bitcast" else None
+        return self if before is None else before.source
+
+    @property
+    def users(self) -> Iterator[Instruction]:
+        """Instructions with this one as an operand, directly or through a bitcast."""
+        for each in self.computation.instructions.values():
+            if self.name in each.arguments:
+                if each.opcode == "bitcast":
+                    yield from each.users
+                else:
+                    yield each
+
     @cached_property
-    def called(self) -> tuple[str, ...]:
-        """Names of called computations: fusion body, callee, branches, or loop body."""
-        listed = self.attribute("branch_computations")
-        names = re.findall(r"%([\w.\-]+)", listed)
+    def called(self) -> list[Computation]:
+        """Called computations: fusion body, callee, branches, or loop body."""
+        names = re.findall(r"%([\w.\-]+)", self.attribute("branch_computations"))
         single = ("calls", "to_apply", "body", "true_computation", "false_computation")
-        return (*names, *(found.lstrip("%") for name in single if (found := self.attribute(name))))
+        names += [found.lstrip("%") for name in single if (found := self.attribute(name))]
+        return [known[name] for name in names if name in (known := self.computation.module)]
+
+    @property
+    def trip_count(self) -> int:
+        """Trip count of a loop, from XLA's annotation or its condition; 1 if neither is known."""
+        if known := re.search(r'"known_trip_count":{"n":"(\d+)"}', self.text):
+            return int(known[1])
+        last = self.computation.module[self.attribute("condition").lstrip("%")].root
+        if last.opcode != "compare" or last.attribute("direction") != "LT":
+            return 1
+        limit = last.operands[1]
+        return int(limit.arguments[0]) if limit is not None and limit.opcode == "constant" else 1
 
     @cached_property
     def group_size(self) -> int:
@@ -146,36 +196,44 @@ def _groups_of_mesh(axes: str, taken: str) -> tuple[tuple[int, ...], ...]:
 _PARTS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
-@dataclass
+@dataclass(eq=False)
 class Computation:
-    """Instructions by name, in execution order."""
+    """Instructions by name, in execution order.
+
+    Attributes:
+        module: the computations of the same program, by name.
+    """
 
     name: str
+    module: Mapping[str, Computation] = field(repr=False)
     instructions: dict[str, Instruction] = field(default_factory=dict)
-
-    def operands(self, instruction: Instruction) -> tuple[tuple[Shape, ...], ...]:
-        """Result shapes of each operand; empty for an unknown operand."""
-        known = (self.instructions.get(name) for name in instruction.operands)
-        return tuple(() if each is None else each.results for each in known)
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
         """Parameter instructions, keyed by number."""
-        return {int(i.operands[0]): i for i in self.instructions.values() if i.opcode == "parameter"}
+        return {i.number: i for i in self.instructions.values() if i.opcode == "parameter"}
 
     @cached_property
     def root(self) -> Instruction:
         """Root instruction."""
         return next(i for i in reversed(self.instructions.values()) if i.is_root)
 
-    def users(self, name: str) -> Iterator[Instruction]:
-        """Instructions using `name` as an operand, directly or through a bitcast."""
-        for each in self.instructions.values():
-            if name in each.operands:
-                if each.opcode == "bitcast":
-                    yield from self.users(each.name)
-                else:
-                    yield each
+    def runs(self, inside_fusions: bool = False) -> Iterator[tuple[Instruction, int]]:
+        """Every executed instruction, with its execution count: all branches of a conditional, those of callees and
+        loops after their callers.
+
+        Args:
+            inside_fusions: whether instructions of fusions count, in addition to the fusions.
+        """
+        entered = {"while", "call", "conditional", "async-start", *(["fusion"] if inside_fusions else [])}
+        waiting: list[tuple[Computation, int]] = [(self, 1)]
+        while waiting:
+            computation, times = waiting.pop()
+            for instruction in computation.instructions.values():
+                yield instruction, times
+                if instruction.opcode in entered:
+                    inside = times * instruction.trip_count if instruction.opcode == "while" else times
+                    waiting += ((callee, inside) for callee in instruction.called)
 
 
 @dataclass(frozen=True)
@@ -187,34 +245,8 @@ class Module:
     """
 
     computations: Mapping[str, Computation]
-    entry: str
+    entry: Computation
     overwritten: frozenset[int] = frozenset()
-
-    def runs(self) -> Iterator[tuple[Computation, Instruction, int]]:
-        """Every executed instruction, with its computation and execution count: all branches of a conditional, fusions
-        as single instructions."""
-        waiting = [(self.entry, 1)]
-        while waiting:
-            name, times = waiting.pop()
-            computation = self.computations[name]
-            for instruction in computation.instructions.values():
-                if instruction.opcode == "while":
-                    waiting.append((instruction.attribute("body").lstrip("%"), times * self.trip_count(instruction)))
-                elif instruction.opcode in ("call", "conditional", "async-start"):
-                    waiting += ((callee, times) for callee in instruction.called)
-                else:
-                    yield computation, instruction, times
-
-    def trip_count(self, loop: Instruction) -> int:
-        """Trip count of a loop, from XLA's annotation or its condition; 1 if neither is known."""
-        if known := re.search(r'"known_trip_count":{"n":"(\d+)"}', loop.text):
-            return int(known[1])
-        condition = self.computations[loop.attribute("condition").lstrip("%")]
-        last = condition.root
-        if last.opcode != "compare" or last.attribute("direction") != "LT":
-            return 1
-        limit = condition.instructions.get(last.operands[1])
-        return int(limit.operands[0]) if limit is not None and limit.opcode == "constant" else 1
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -233,17 +265,21 @@ def parse_hlo(text: str) -> Module:
         >>> [instruction.opcode for _, instruction, _ in module.runs()]
     """
     computations: dict[str, Computation] = {}
-    entry, current = "", None
-    lines = _user_lines(text)
+    entry = current = Computation("", computations)
+    lines, derived = _user_lines(text), list[Instruction]()
     for line in text.splitlines():
         if header := _HEADER.match(line):
-            current = computations[header[2]] = Computation(header[2])
-            entry = header[2] if header[1] else entry
-        elif current is not None and (start := _INSTRUCTION.match(line)):
-            frame = _FRAME_OF.search(line)
-            instruction = _instruction(line[start.end() :], start[2], bool(start[1]))
-            source = lines.get(frame[1], "") if frame else _line_of_parts(instruction, current, computations)
-            current.instructions[instruction.name] = replace(instruction, line=source) if source else instruction
+            current = computations[header[2]] = Computation(header[2], computations)
+            entry = current if header[1] else entry
+        elif start := _INSTRUCTION.match(line):
+            instruction = _instruction(line[start.end() :], start[2], bool(start[1]), current)
+            current.instructions[instruction.name] = instruction
+            if frame := _FRAME_OF.search(line):
+                instruction.line = lines.get(frame[1], "")
+            else:
+                derived.append(instruction)
+    for instruction in derived:
+        instruction.line = _line_of_parts(instruction)
     aliases = text.partition("\n")[0].partition("input_output_alias=")[2]
     overwritten = frozenset(int(number) for number in _ALIASED.findall(aliases.partition("alias) }")[0] + "alias)"))
     return Module(computations, entry, overwritten)
@@ -271,21 +307,20 @@ def _user_lines(text: str) -> dict[str, str]:
     return found
 
 
-def _line_of_parts(instruction: Instruction, inside: Computation, computations: Mapping[str, Computation]) -> str:
+def _line_of_parts(instruction: Instruction) -> str:
     """Source line of an instruction that XLA derived from others: that of its fusion's result, or of its first operand
     that has one; "" if none has."""
-    roots = (computations[name].root for name in instruction.called if name in computations)
-    operands = (inside.instructions[name] for name in instruction.operands if name in inside.instructions)
-    return next((each.line for each in (*roots, *operands) if each.line), "")
+    parts = (*(inside.root for inside in instruction.called), *instruction.operands)
+    return next((each.line for each in parts if each is not None and each.line), "")
 
 
-def _instruction(text: str, name: str, is_root: bool) -> Instruction:
+def _instruction(text: str, name: str, is_root: bool, computation: Computation) -> Instruction:
     """Parse an instruction's text after the equals sign: type, opcode, operands in parentheses, attributes."""
     end = _closing(text) + 1 if text[0] == "(" else text.index(" ")
     opcode, _, rest = text[end:].strip().partition("(")
     inside = _closing("(" + rest) - 1
-    operands = tuple(part.rpartition("%")[2].strip() for part in _split_operands(rest[:inside]) if part.strip())
-    return Instruction(name, opcode, tuple(shapes(text[:end])), operands, rest[inside + 1 :], is_root)
+    arguments = tuple(part.rpartition("%")[2].strip() for part in _split_operands(rest[:inside]) if part.strip())
+    return Instruction(name, opcode, tuple(shapes(text[:end])), arguments, rest[inside + 1 :], is_root, computation)
 
 
 def shapes(text: str) -> Iterator[Shape]:

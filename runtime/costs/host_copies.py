@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from runtime.costs.hlo import HOST, Computation, Instruction, Module
+from runtime.costs.hlo import HOST, Instruction, Module
 from runtime.costs.work import is_kernel, work_of
 
 
@@ -23,21 +23,17 @@ class HostCopies(NamedTuple):
 def host_copies(module: Module) -> HostCopies:
     """Count the copies in a compiled program. A copy that starts and ends without a kernel between is alone."""
     beside = alone = 0
-    for computation, instruction, times in module.runs():
-        if not is_kernel(instruction):
-            continue
-        shapes = [*instruction.results, *(s for each in computation.operands(instruction) for s in each)]
-        if any(shape.memory == HOST for shape in shapes):
-            is_beside = instruction.opcode.endswith("-start") and _has_kernels_before_end(
-                module, computation, instruction
-            )
+    for instruction, times in module.entry.runs():
+        shapes = [*instruction.results, *(shape for each in instruction.operand_shapes for shape in each)]
+        if is_kernel(instruction) and any(shape.memory == HOST for shape in shapes):
+            is_beside = instruction.opcode.endswith("-start") and _has_kernels_before_end(instruction)
             beside, alone = beside + times * is_beside, alone + times * (not is_beside)
     return HostCopies(beside, alone)
 
 
-def _has_kernels_before_end(module: Module, computation: Computation, start: Instruction) -> bool:
+def _has_kernels_before_end(start: Instruction) -> bool:
     """Whether kernels run between the start of an asynchronous instruction and its end."""
-    names = [*computation.instructions]
-    end = next((each.name for each in computation.users(start.name) if each.opcode.endswith("-done")), start.name)
-    between = (computation.instructions[name] for name in names[names.index(start.name) + 1 : names.index(end)])
-    return any(is_kernel(each) and work_of(module, computation, each).kernels for each in between)
+    instructions = [*start.computation.instructions.values()]
+    end = next((each for each in start.users if each.opcode.endswith("-done")), start)
+    between = instructions[instructions.index(start) + 1 : instructions.index(end)]
+    return any(is_kernel(each) and work_of(each).kernels for each in between)

@@ -94,22 +94,11 @@ def live_by_line(module: Module) -> dict[str, int]:
 
 def _kinds(module: Module) -> Iterator[tuple[str, str, int]]:
     """What the executed instructions compute: their lines, operations with dtypes, and how often."""
-    waiting = [(module.entry, 1)]
-    while waiting:
-        name, times = waiting.pop()
-        for instruction in module.computations[name].instructions.values():
-            if instruction.opcode == "while":
-                yield line_of(instruction), "while", times
-                waiting.append((instruction.attribute("body").lstrip("%"), times * module.trip_count(instruction)))
-                continue
-            if instruction.opcode in ("call", "conditional", "async-start", "fusion"):
-                waiting += ((callee, times) for callee in instruction.called if callee in module.computations)
-            if instruction.opcode not in _PLAIN and not instruction.opcode.endswith("-done"):
-                dtype = instruction.results[0].dtype if instruction.results else ""
-                kind = (
-                    instruction.kind if instruction.kind in ("fusion", "conditional") else f"{instruction.kind} {dtype}"
-                )
-                yield line_of(instruction), kind.strip(), times
+    for instruction, times in module.entry.runs(inside_fusions=True):
+        if instruction.opcode not in _PLAIN and not instruction.opcode.endswith("-done"):
+            is_typed = instruction.results and instruction.kind not in ("fusion", "conditional", "while")
+            dtype = f" {instruction.results[0].dtype}" if is_typed else ""
+            yield line_of(instruction), f"{instruction.kind}{dtype}", times
 
 
 # Arguments -----------------------------------------------------------------------------------------------------------
@@ -125,7 +114,7 @@ def arguments_of(
     """
     arguments, overwritten = Counter[str](), Counter[str]()
     for module, _ in modules:
-        for number, parameter in module.computations[module.entry].parameters.items():
+        for number, parameter in module.entry.parameters.items():
             name, bytes = names.get(parameter.scope, parameter.scope), sum(shape.bytes for shape in parameter.results)
             if name:
                 arguments[name] += bytes

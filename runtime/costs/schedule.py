@@ -83,10 +83,9 @@ class Schedule:
 
 def schedule_of(module: Module) -> Schedule:
     """Schedule of a compiled program."""
-    walk = _Walk(module)
-    entry = module.computations[module.entry]
-    arguments = {number: _arguments(each) for number, each in entry.parameters.items()}
-    results = walk.computation(entry, arguments)
+    walk = _Walk()
+    arguments = {number: _arguments(each) for number, each in module.entry.parameters.items()}
+    results = walk.computation(module.entry, arguments)
     given = {id(buffer) for each in (*arguments.values(), results) for buffer in each}
     walk.schedule.buffers = [b for b in walk.schedule.buffers if id(b) not in given and b.bytes]
     return walk.schedule
@@ -105,8 +104,7 @@ def _arguments(parameter: Instruction) -> list[Buffer]:
 class _Walk:
     """Walk through the computations of a module in execution order."""
 
-    def __init__(self, module: Module) -> None:
-        self.module = module
+    def __init__(self) -> None:
         self.schedule = Schedule()
 
     def computation(self, computation: Computation, arguments: dict[int, list[Buffer]]) -> list[Buffer]:
@@ -114,10 +112,10 @@ class _Walk:
         values: dict[str, list[Buffer]] = {}
         for instruction in computation.instructions.values():
             if instruction.opcode == "parameter":
-                values[instruction.name] = arguments.get(int(instruction.operands[0]), [])
+                values[instruction.name] = arguments.get(instruction.number, [])
                 continue
-            operands = [values.get(name, []) for name in instruction.operands]
-            values[instruction.name] = self._results(computation, instruction, operands)
+            operands = [values.get(name, []) for name in instruction.arguments]
+            values[instruction.name] = self._results(instruction, operands)
         results = values[computation.root.name]
         self._read(results)
         return results
@@ -126,9 +124,7 @@ class _Walk:
         for buffer in buffers:
             buffer.last = len(self.schedule.steps) - 1
 
-    def _results(
-        self, computation: Computation, instruction: Instruction, operands: list[list[Buffer]]
-    ) -> list[Buffer]:
+    def _results(self, instruction: Instruction, operands: list[list[Buffer]]) -> list[Buffer]:
         """Buffers of an instruction's results, after adding its steps."""
         opcode, flat = instruction.opcode, [buffer for each in operands for buffer in each]
         if opcode in _ALIASES:
@@ -140,13 +136,14 @@ class _Walk:
             self._step(instruction, flat)
             return flat[-len(instruction.results) :]  # operands come first
         if opcode == "while":
-            self.computation(self.module.computations[instruction.attribute("body").lstrip("%")], {0: flat})
+            (body,) = instruction.called
+            self.computation(body, {0: flat})
             self._read(flat)
             return flat
         if opcode == "call":
             (callee,) = instruction.called
-            return self.computation(self.module.computations[callee], dict(enumerate(operands)))
-        overwritten = _overwritten(self.module, computation, instruction)
+            return self.computation(callee, dict(enumerate(operands)))
+        overwritten = _overwritten(instruction)
         found: list[Buffer] = []
         self._step(instruction, flat)
         for i, shape in enumerate(instruction.results):
@@ -172,7 +169,7 @@ class _Walk:
 _ALIASING = re.compile(r"\{(\d*)\}: ?\((\d+), ?\{\}")
 
 
-def _overwritten(module: Module, computation: Computation, instruction: Instruction) -> dict[int, int]:
+def _overwritten(instruction: Instruction) -> dict[int, int]:
     """Operands that an instruction overwrites with its results: operand numbers by result number."""
     if instruction.kind == "dynamic-update-slice":
         return {0: 0}
@@ -181,20 +178,11 @@ def _overwritten(module: Module, computation: Computation, instruction: Instruct
         return {int(result or 0): int(operand) for result, operand in _ALIASING.findall(inside)}
     if instruction.kind != "fusion":
         return {}
-    body = module.computations[instruction.called[0]]
-    roots = body.root.operands if body.root.opcode == "tuple" else (body.root.name,)
+    root = instruction.called[0].root
     found = {}
-    for i, name in enumerate(roots):
-        root = _through_bitcasts(body, name)
-        if root is not None and root.opcode == "dynamic-update-slice":
-            target = _through_bitcasts(body, root.operands[0])
-            if target is not None and target.opcode == "parameter":
-                found[i] = int(target.operands[0])
-    return found
-
-
-def _through_bitcasts(computation: Computation, name: str) -> Instruction | None:
-    found = computation.instructions.get(name)
-    while found is not None and found.opcode == "bitcast":
-        found = computation.instructions.get(found.operands[0])
+    for i, result in enumerate(root.operands if root.opcode == "tuple" else [root]):
+        if result is not None and (update := result.source).opcode == "dynamic-update-slice":
+            target = update.operands[0]
+            if target is not None and target.source.opcode == "parameter":
+                found[i] = target.source.number
     return found

@@ -149,8 +149,8 @@ def timeline_of(
         price: function that returns the time of a collective.
         cap: function that replaces a kernel's work, for example by products with fewer passes.
     """
-    walk = _Chip(module, chip, price, cap)
-    walk.computation(module.computations[module.entry], 1)
+    walk = _Chip(chip, price, cap)
+    walk.computation(module.entry, 1)
     walk.finish()
     return walk.result()
 
@@ -215,11 +215,11 @@ class _Pending:
 class _Chip:
     """State of a chip during a walk through a program. Takes the arguments of `timeline_of`."""
 
-    def __init__(self, module: Module, chip: Chip, price: Pricer, cap: Callable[[Work], Work]) -> None:
-        self.module, self.chip, self.price, self.cap = module, chip, price, cap
+    def __init__(self, chip: Chip, price: Pricer, cap: Callable[[Work], Work]) -> None:
+        self.chip, self.price, self.cap = chip, price, cap
         self.now = 0.0
         self.free: defaultdict[str, float] = defaultdict(float)
-        self.pending: dict[tuple[str, str], _Pending] = {}
+        self.pending: dict[Instruction, _Pending] = {}
         self.unwaited: list[_Pending] = []
         self.graphs: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.inclusive: defaultdict[str, float] = defaultdict(float)
@@ -231,50 +231,50 @@ class _Chip:
         """Run a computation, which is run `times` times in all."""
         outer, self.times = self.times, times
         for instruction in computation.instructions.values():
-            self._run(computation, instruction)
+            self._run(instruction)
         self.finish()
         self.times = outer
 
-    def _run(self, computation: Computation, instruction: Instruction) -> None:
-        opcode, module = instruction.opcode, self.module
-        key = computation.name, instruction.name
+    def _run(self, instruction: Instruction) -> None:
+        opcode = instruction.opcode
         if opcode == "while":
-            turns, begin = module.trip_count(instruction), self.now
-            body = module.computations[instruction.attribute("body").lstrip("%")]
-            self.computation(body, self.times * turns)
-            passed = (turns - 1) * (self.now - begin)
-            self.now += passed
+            (body,), iterations, begin = instruction.called, instruction.trip_count, self.now
+            self.computation(body, self.times * iterations)
+            self.now += (iterations - 1) * (self.now - begin)
         elif opcode in ("call", "conditional"):
-            for name in instruction.called:
-                self.computation(module.computations[name], self.times)
+            for callee in instruction.called:
+                self.computation(callee, self.times)
         elif opcode.endswith(("-done", "-update")):
-            waiting = next((self.pending.pop((computation.name, o), None) for o in instruction.operands), None)
+            start = next(iter(instruction.operands), None)
+            waiting = None if start is None else self.pending.pop(start, None)
             if waiting is not None and opcode.endswith("-update"):
-                self.pending[key] = waiting
+                self.pending[instruction] = waiting
             elif waiting is not None:
                 self._wait(waiting)
         elif opcode == "async-start":
-            self.pending[key] = self._beside(instruction)
+            self.pending[instruction] = self._beside(instruction)
         elif is_kernel(instruction):
-            self._kernel(computation, instruction)
+            self._kernel(instruction)
 
-    def _kernel(self, computation: Computation, instruction: Instruction) -> None:
-        work, scope = self.cap(work_of(self.module, computation, instruction)), instruction.scope
+    def _kernel(self, instruction: Instruction) -> None:
+        work, scope = self.cap(work_of(instruction)), instruction.scope
         graph = graph_of(scope)
-        found = collectives_of(self.module, computation, instruction, graph)
-        is_start, key = instruction.opcode.endswith("-start"), (computation.name, instruction.name)
+        found = collectives_of(instruction, graph)
+        is_start = instruction.opcode.endswith("-start")
         if instruction.kind in COLLECTIVES:
             for each in found:
                 going = self._sent(each, scope)
                 if is_start:
-                    self.pending[key] = going
+                    self.pending[instruction] = going
                 else:
                     self._wait(going)
             return
         if is_start:  # a copy from memory to memory
             limit: Limit = "host" if work.host_bytes else "memory"
             seconds = kernel_time(self.chip, replace(work, kernels=0)).seconds
-            self.pending[key] = self._begin("host" if work.host_bytes else "copies", graph, limit, seconds, scope)
+            self.pending[instruction] = self._begin(
+                "host" if work.host_bytes else "copies", graph, limit, seconds, scope
+            )
             return
         for each in found:  # a TPU overlaps it with the products of its fusion and of later ones
             self.unwaited.append(self._sent(each, scope))
@@ -286,14 +286,13 @@ class _Chip:
     def _beside(self, instruction: Instruction) -> _Pending:
         """Begin a computation that goes on beside kernels."""
         graph, seconds, lines = graph_of(instruction.scope), 0.0, list[tuple[str, str]]()
-        for name in instruction.called:
-            inside = self.module.computations[name]
+        for inside in instruction.called:
             for each in filter(is_kernel, inside.instructions.values()):
-                for collective in collectives_of(self.module, inside, each, graph):
+                for collective in collectives_of(each, graph):
                     seconds += self.price(collective).seconds
                     lines.append(self._noted(collective))
                 if each.kind not in COLLECTIVES:
-                    seconds += kernel_time(self.chip, self.cap(work_of(self.module, inside, each))).seconds
+                    seconds += kernel_time(self.chip, self.cap(work_of(each))).seconds
         limit: Limit = "network" if lines else "memory"
         found = self._begin("network" if lines else "copies", graph, limit, seconds, instruction.scope)
         return replace(found, lines=lines)

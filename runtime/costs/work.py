@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
-from runtime.costs.hlo import HOST, Computation, Instruction, Module, Shape
+from runtime.costs.hlo import HOST, Instruction, Module, Shape
 from runtime.lowering.scopes import graph_of, source_of
 
 COLLECTIVES = frozenset(
@@ -23,7 +23,7 @@ COLLECTIVES = frozenset(
 
 _NOTHING = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier domain "
-    "add-dependency while conditional call".split()
+    "add-dependency while conditional call async-start".split()
 )
 """Instructions that are no kernel: they run nothing, or others."""
 
@@ -154,43 +154,35 @@ def account_of(
         key: function that returns the key of an instruction's account entry, in place of its graph.
     """
     account = Account()
-    for computation, instruction, times in module.runs():
-        if not is_kernel(instruction):
-            continue
-        graph = key(instruction)
-        account.graphs[graph].add(work_of(module, computation, instruction), times)
-        account.collectives += collectives_of(module, computation, instruction, graph, times)
+    for instruction, times in module.entry.runs():
+        if is_kernel(instruction):
+            graph = key(instruction)
+            account.graphs[graph].add(work_of(instruction), times)
+            account.collectives += collectives_of(instruction, graph, times)
     return account
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether a chip is told to run an instruction, or to copy meanwhile."""
-    return not (_is_nothing(instruction) or instruction.opcode.endswith(("-done", "-update")))
+    """Whether an instruction is a kernel, or starts an asynchronous copy. XLA allocates a buffer by a custom call."""
+    is_nothing = instruction.opcode in _NOTHING or instruction.target == "AllocateBuffer"
+    return not (is_nothing or instruction.opcode.endswith(("-done", "-update")))
 
 
-def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
+def work_of(instruction: Instruction) -> Work:
     """Work of one run of a kernel."""
-    is_meanwhile = instruction.opcode.endswith("-start") and instruction.kind not in COLLECTIVES
-    work = Work(int(not (is_meanwhile or _is_number(instruction))), int(instruction.kind == "copy"), instruction.cycles)
-    _compute(module, computation, instruction, work)
-    for memory, count in _traffic(module, computation, instruction):
+    is_beside = instruction.opcode.endswith("-start") and instruction.kind not in COLLECTIVES
+    work = Work(int(not (is_beside or _is_number(instruction))), int(instruction.kind == "copy"), instruction.cycles)
+    _add_operations(instruction, work)
+    for memory, count in _traffic(instruction):
         work.bytes += count
         work.memory_bytes += count * (memory == 0)
         work.host_bytes += count * (memory == HOST)
     return work
 
 
-def collectives_of(
-    module: Module, computation: Computation, instruction: Instruction, graph: str = "", times: int = 1
-) -> list[Collective]:
+def collectives_of(instruction: Instruction, graph: str = "", times: int = 1) -> list[Collective]:
     """Collectives that a kernel carries out, or begins."""
-    return [_collective(*found, graph, times) for found in _exchanges(module, computation, instruction)]
-
-
-def _is_nothing(instruction: Instruction) -> bool:
-    """Whether an instruction is not a kernel. XLA represents buffer allocation as a custom call."""
-    is_room = instruction.attribute("custom_call_target").strip('"') == "AllocateBuffer"
-    return is_room or instruction.opcode in _NOTHING
+    return [_collective(each, graph, times) for each in _collective_instructions(instruction)]
 
 
 def _is_number(instruction: Instruction) -> bool:
@@ -201,33 +193,30 @@ def _is_number(instruction: Instruction) -> bool:
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-def _compute(module: Module, computation: Computation, instruction: Instruction, work: Work) -> None:
+def _add_operations(instruction: Instruction, work: Work) -> None:
     """Add an instruction's operations to `work`."""
     kind, result = instruction.kind, instruction.results[0] if instruction.results else Shape("token", ())
-    operands = [shapes[0] for shapes in computation.operands(instruction) if shapes]
+    operands = [shapes[0] for shapes in instruction.operand_shapes if shapes]
     if kind == "fusion":
-        for name in instruction.called:
-            inside = module.computations[name]
+        for inside in instruction.called:
             for each in inside.instructions.values():
-                _compute(module, inside, each, work)
+                _add_operations(each, work)
     elif found := _sized_product(instruction, operands, result):
         work.products[found.product] += found.flops
         work.sized.append(found)
     elif kind in _EACH:
         work.others += result.elements
     elif kind == "reduce":
-        work.others += operands[0].elements * _ops_per_element(module, instruction)
+        work.others += operands[0].elements * _ops_per_element(instruction)
     elif kind == "reduce-window":
-        work.others += (
-            result.elements * math.prod(_window(instruction, "size") or [1]) * _ops_per_element(module, instruction)
-        )
+        work.others += result.elements * math.prod(_window(instruction, "size") or [1]) * _ops_per_element(instruction)
     elif kind == "scatter":
-        work.others += operands[-1].elements * _ops_per_element(module, instruction)
+        work.others += operands[-1].elements * _ops_per_element(instruction)
 
 
 def _sized_product(instruction: Instruction, operands: list[Shape], result: Shape) -> SizedProduct | None:
     """Matrix product of an instruction; `None` if it computes none. A convolution is one of a matrix of its windows."""
-    target = instruction.attribute("custom_call_target") if instruction.kind == "custom-call" else ""
+    target = instruction.target if instruction.kind == "custom-call" else ""
     if instruction.kind == "dot" or ("cublas" in target and operands):
         if instruction.kind == "dot":
             inside, beside = instruction.sizes("lhs_contracting_dims"), instruction.sizes("lhs_batch_dims")
@@ -257,10 +246,9 @@ def _dimensions_of_library(instruction: Instruction, name: str) -> tuple[int, ..
     return tuple(map(int, re.findall(r"\d+", found[1]))) if found else ()
 
 
-def _ops_per_element(module: Module, instruction: Instruction) -> int:
+def _ops_per_element(instruction: Instruction) -> int:
     """Elementwise operations per element of an instruction: one for a sum."""
-    inside = (module.computations[name].instructions.values() for name in instruction.called)
-    return sum(each.kind in _EACH for instructions in inside for each in instructions)
+    return sum(each.kind in _EACH for inside in instruction.called for each in inside.instructions.values())
 
 
 def _product(factor: Shape, instruction: Instruction) -> Product:
@@ -300,7 +288,7 @@ def _of_convolution(instruction: Instruction, image: Shape, kernel: Shape, resul
 
 def _of_library_convolution(instruction: Instruction, operands: list[Shape], result: Shape) -> tuple[int, int]:
     """Operation count of a library's convolution, and the columns of its product."""
-    target = instruction.attribute("custom_call_target")
+    target = instruction.target
     labels = re.split("[_>-]+", instruction.attribute("dim_labels"))
     kernel, larger = operands[1], result
     if "BackwardFilter" in target:
@@ -314,16 +302,15 @@ def _of_library_convolution(instruction: Instruction, operands: list[Shape], res
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
 
-def _traffic(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[int, int]]:
+def _traffic(instruction: Instruction) -> Iterator[tuple[int, int]]:
     """Memory traffic of an instruction: pairs of memory space number and byte count."""
-    operands, results = computation.operands(instruction), instruction.results
+    operands, results = instruction.operand_shapes, instruction.results
     if instruction.opcode == "fusion":
-        (name,) = instruction.called
-        inside = module.computations[name]
+        (inside,) = instruction.called
         for number, shapes in enumerate(operands):
             memory = shapes[0].memory if shapes else 0
-            yield memory, _bytes_read(module, inside, inside.parameters[number])
-        for shape, written in zip(results, _bytes_written(module, inside, inside.root), strict=False):
+            yield memory, _bytes_read(inside.parameters[number])
+        for shape, written in zip(results, _bytes_written(inside.root), strict=False):
             yield shape.memory, written
         return
     if instruction.kind in _SLICES:
@@ -341,75 +328,62 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
     if instruction.kind == "copy":
         yield results[0].memory, results[0].bytes
     elif instruction.opcode.endswith("-start"):
-        yield 0, _exchanged(computation, instruction)
+        yield 0, _exchanged_bytes(instruction)
     else:  # for library calls, the first result: the others are workspaces of any size
-        target = instruction.attribute("custom_call_target") if instruction.kind == "custom-call" else ""
-        is_of_library = "cublas" in target or "cudnn" in target
+        is_of_library = instruction.kind == "custom-call" and re.search("cublas|cudnn", instruction.target)
         yield from ((shape.memory, shape.bytes) for shape in (results[:1] if is_of_library else results))
 
 
-def _bytes_read(module: Module, inside: Computation, parameter: Instruction) -> int:
+def _bytes_read(parameter: Instruction) -> int:
     """Bytes read by a fusion from one parameter; only the sliced bytes, if all users are slices."""
     whole = sum(shape.bytes for shape in parameter.results)
     count = 0
-    for user in inside.users(parameter.name):
-        first = bool(user.operands) and _origin(inside, user.operands[0]) == parameter.name
-        if user.opcode in _SLICES and first:
+    for user in parameter.users:
+        sources = [each and each.source for each in user.operands]
+        is_first = sources[:1] == [parameter]
+        if user.opcode in _SLICES and is_first:
             count += user.results[0].bytes
         elif user.opcode == "fusion":
-            nested = module.computations[user.called[0]]
-            numbers = (n for n, name in enumerate(user.operands) if _origin(inside, name) == parameter.name)
-            count += sum(_bytes_read(module, nested, nested.parameters[n]) for n in numbers)
-        elif user.opcode != "dynamic-update-slice" or not first:
+            (nested,) = user.called
+            count += sum(_bytes_read(nested.parameters[n]) for n, each in enumerate(sources) if each is parameter)
+        elif user.opcode != "dynamic-update-slice" or not is_first:
             return whole
     return min(whole, count)
 
 
-def _origin(inside: Computation, name: str) -> str:
-    """Source array of a chain of bitcasts."""
-    while name in inside.instructions and inside.instructions[name].opcode == "bitcast":
-        name = inside.instructions[name].operands[0]
-    return name
-
-
-def _bytes_written(module: Module, inside: Computation, root: Instruction) -> list[int]:
+def _bytes_written(root: Instruction) -> list[int]:
     """Bytes written by a fusion, per result; only the updated slice for in-place updates."""
-    root = inside.instructions.get(_origin(inside, root.name), root)
+    root = root.source
     if root.opcode == "tuple":
-        parts = (inside.instructions[name] for name in root.operands)
-        return [sum(_bytes_written(module, inside, part)) for part in parts]
+        return [sum(_bytes_written(part)) for part in root.operands if part is not None]
     if root.opcode == "dynamic-update-slice":
-        return [inside.instructions[root.operands[1]].results[0].bytes]
+        return [root.operand_shapes[1][0].bytes]
     if root.opcode == "fusion":
-        nested = module.computations[root.called[0]]
-        return _bytes_written(module, nested, nested.root)
+        return _bytes_written(root.called[0].root)
     return [sum(shape.bytes for shape in root.results)]
 
 
 # Between chips -------------------------------------------------------------------------------------------------------
 
 
-def _exchanges(
-    module: Module, computation: Computation, instruction: Instruction
-) -> Iterator[tuple[Computation, Instruction]]:
+def _collective_instructions(instruction: Instruction) -> Iterator[Instruction]:
     """Collectives in an instruction: itself, or instructions nested in its fusion.
 
     A TPU may split a collective among several fusions, to overlap products. It counts in the first of them.
     """
     if instruction.kind in COLLECTIVES:
-        targets = {each.attribute("custom_call_target").strip('"') for each in computation.users(instruction.name)}
-        if "chain_id=" not in instruction.text or "AsyncCollectiveStart" in targets:
-            yield computation, instruction
+        is_split = "chain_id=" in instruction.text
+        if not is_split or any(each.target == "AsyncCollectiveStart" for each in instruction.users):
+            yield instruction
     elif instruction.opcode == "fusion":
-        for name in instruction.called:
-            inside = module.computations[name]
+        for inside in instruction.called:
             for each in inside.instructions.values():
-                yield from _exchanges(module, inside, each)
+                yield from _collective_instructions(each)
 
 
-def _exchanged(computation: Computation, instruction: Instruction) -> int:
+def _exchanged_bytes(instruction: Instruction) -> int:
     """Bytes of a collective: the larger of its operands and its results."""
-    operands = [shape for shapes in computation.operands(instruction) for shape in shapes]
+    operands = [shape for shapes in instruction.operand_shapes for shape in shapes]
     given = sum(shape.bytes for shape in operands)
     if instruction.kind == "collective-permute":  # the results are as large; on TPUs, contexts follow them
         return given
@@ -419,14 +393,14 @@ def _exchanged(computation: Computation, instruction: Instruction) -> int:
     return max(given, taken)
 
 
-def _collective(computation: Computation, instruction: Instruction, graph: str, times: int) -> Collective:
+def _collective(instruction: Instruction, graph: str, times: int) -> Collective:
     return Collective(
-        instruction.kind,
-        _exchanged(computation, instruction),
-        instruction.group_size,
-        source_of(instruction.scope) or instruction.line,
-        graph,
-        times,
-        re.search(r"\.remat\d*$", instruction.name) is not None,
-        instruction.groups,
+        kind=instruction.kind,
+        bytes=_exchanged_bytes(instruction),
+        group_size=instruction.group_size,
+        source=source_of(instruction.scope) or instruction.line,
+        graph=graph,
+        runs=times,
+        is_again=re.search(r"\.remat\d*$", instruction.name) is not None,
+        groups=instruction.groups,
     )

@@ -3,7 +3,7 @@
 On the CPU they are torch's. In a wrapped model their Python code is not run: `poptorch.program.updates` reads their
 settings, and the program on the device updates the parameters. There an optimiser has its own state, which `state_dict`
 reads and `load_state_dict` writes. `optimizer.state` shows it in PyTorch's format, also for torch's optimisers; see
-`poptorch.run.mirrored`.
+`poptorch.run.optimizer_state`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Optimizer:
 
     def has_state(self) -> bool:
         """Whether device state was read, or is pending."""
-        return self.device.has_pending
+        return self.device.has_content
 
     def get_state_dict(self) -> dict[str, DeviceValues]:
         """State and hyperparameters last read from, or pending for, a device, without a transfer."""

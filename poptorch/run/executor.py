@@ -148,10 +148,7 @@ class PoplarExecutor(ModelLifecycle):
                 self._change_warnings.warn(compiled, self._attributes)
                 if self._trainer is not None:
                     self._weights.lazy.check_hooks()
-                    self._trainer.notice()
-                    if self._trainer.device.pending:
-                        self.copyWeightsToHostIfNeeded()
-                        self._trainer.write_pending()
+                    self._upload_optimizer(self._trainer)
             try:
                 return run()
             finally:  # even a run that fails has changed something
@@ -248,6 +245,13 @@ class PoplarExecutor(ModelLifecycle):
         if self._compiled is not None:
             self._give_up(self._trainer.outgrown(optimizer))
         self._trainer.set(optimizer)
+
+    def _upload_optimizer(self, trainer: Trainer) -> None:
+        """Upload changes of the optimiser since the last run."""
+        trainer.take_changes()
+        if trainer.state.device.pending:
+            self.copyWeightsToHostIfNeeded()
+            trainer.state.upload()
 
     # Random numbers -------------------------------------------------------------------------------------------------
 
@@ -383,9 +387,7 @@ class PoplarExecutor(ModelLifecycle):
         compiled = self._one_program("save")
         self.copyWeightsToHostIfNeeded()
         if self._trainer is not None:
-            self._trainer.notice()
-            if self._trainer.device.pending:
-                self._trainer.write_pending()
+            self._upload_optimizer(self._trainer)
         saving.save(filename, compiled, self._options, self._host, self._trainer, export_model, save_rng_state)
 
     @traced("loadExecutable")

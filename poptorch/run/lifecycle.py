@@ -225,7 +225,7 @@ class ModelLifecycle(ModelProxy):
             if self._compiled is None:
                 return
             is_thawed = self._weights.lazy.take_thawed()
-            if self._trainer is not None and (is_thawed or self._trainer.has_changed()):
+            if self._trainer is not None and (is_thawed or self._trainer.has_changed):
                 self._give_up(self._trainer.outgrown(self._trainer.optimizer))
             if self._compiled is not None and self._compiled.is_attached:
                 self._follow()
@@ -274,7 +274,7 @@ class ModelLifecycle(ModelProxy):
             raise createPoptorchError("Device is not attached: the model has been detached before.")
         self.copyWeightsToHostIfNeeded()
         if self._trainer is not None:
-            self._trainer.device.refresh()
+            self._trainer.state.device.refresh()
         if self._smaller is not None:
             self._smaller.close()
         compiled.detach()

@@ -13,10 +13,11 @@ from popxl.analysis.communication import COPY
 from popxl.base.atomic_files import replace_file
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
+from runtime.costs.axes import AxisTraffic, page_of_axes
+from runtime.costs.graph_costs import GraphCost
 from runtime.costs.lines import LineCost
-from runtime.costs.seconds import GraphCost, PrecisionCost
-from runtime.costs.step import StepTimeline
-from runtime.costs.wires import AxisTraffic, page_of_axes
+from runtime.costs.precision import PrecisionCost
+from runtime.costs.step_timeline import StepTimeline
 
 
 class CollectiveCost(Record):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-from runtime.costs.seconds import dtype_of
 from runtime.costs.work import SizedProduct, Work
 from runtime.targets.chip import Chip, Tpu
 
@@ -46,8 +45,7 @@ def _blocks(product: SizedProduct, units: int, tile: tuple[int, int]) -> int:
 
 def product_seconds(chip: Chip, product: SizedProduct) -> float:
     """Time of a matrix product by its operations alone."""
-    rate = chip.rate(dtype_of(product.product.dtype), product.product.precision)
-    return product.flops / (rate * attained(chip, product)) if product.flops else 0.0
+    return product.flops / (chip.rate(*product.product) * attained(chip, product)) if product.flops else 0.0
 
 
 def kernel_time(chip: Chip, work: Work) -> KernelTime:

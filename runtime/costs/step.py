@@ -8,195 +8,30 @@ block the kernels for their whole duration. Each iteration of a loop takes as lo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from popxl.base.pages import OnPage, Page, Picture, Table, seconds_text
-from popxl.base.pictures import bars
-from popxl.base.records import Record
 from runtime.costs.hlo import Computation, Instruction, Module
 from runtime.costs.kernels import Limit, kernel_time
-from runtime.costs.network import CollectiveTime, Place, collective_time, spans_of
-from runtime.costs.work import COLLECTIVES, Collective, Work, collectives_of, is_kernel, work_of
+from runtime.costs.precision import LEVELS, capped
+from runtime.costs.step_timeline import LONGEST_TIMELINE, LineTraffic, StepSpan, StepTimeline
+from runtime.costs.wires import Wires
+from runtime.costs.work import COLLECTIVES, Collective, collectives_of, is_kernel, work_of
 from runtime.lowering.scopes import graph_of, graphs_in
-from runtime.targets.chip import Chip, Tpu
-
-LONGEST_TIMELINE = 400
 
 
-class StepSpan(Record):
-    """Activity of a chip in a part of a run.
-
-    Attributes:
-        lane: "kernels", or asynchronous operations: "network", "host", "copies".
-        name: name of the graph; in the lane "network", the collective and its line.
-        start, end: seconds since the start of the run. For a loop, those of the first iteration.
-    """
-
-    lane: str
-    name: str
-    start: float
-    end: float
-
-
-class LineTraffic(Record):
-    """Collectives of one source line.
-
-    Attributes:
-        line: the line, `train.py:12`; "" where XLA does not say.
-        kind: kind of XLA collective: "all-reduce".
-        over: the wires, the fastest first: "NVLink, InfiniBand NDR".
-        algorithm: algorithm: "ring".
-        count: number of executions in a run.
-        seconds: total time.
-        exposed: time that kernels wait for them.
-    """
-
-    line: str
-    kind: str
-    over: str
-    algorithm: str
-    count: int
-    seconds: float
-    exposed: float
-
-
-class StepTimeline(OnPage, Record):
-    """Estimated timeline of a program's run on one chip.
-
-    Attributes:
-        seconds: time from start to end.
-        limits: share of each bound in this time: "compute", "memory", "launch" of kernels; exposed time of "network"
-            and "host"; and "dispatch", the calls of the host.
-        graphs: `limits` of each graph, by name; "" for the main graph.
-        inclusive: seconds of each graph but the main graph, with those of the graphs that it calls.
-        traffic: collectives by lines, those that kernels wait longest for first.
-        spans: activities in order; for each loop, those of the first iteration.
-    """
-
-    seconds: float
-    limits: Mapping[str, float]
-    graphs: Mapping[str, Mapping[str, float]]
-    inclusive: Mapping[str, float]
-    traffic: tuple[LineTraffic, ...]
-    spans: tuple[StepSpan, ...]
-
-    @property
-    def exposed(self) -> float:
-        """Seconds that kernels wait for the network."""
-        return self.limits.get("network", 0.0)
-
-    def page(self) -> Page:
-        """Page for `print`, notebooks and browsers."""
-        total = self.seconds or 1.0
-        rows = [[name, seconds_text(each), f"{100 * each / total:.0f} %"] for name, each in self.limits.items() if each]
-        parts: list[Any] = [Table(["bound by", "of a run", "share"], rows)]
-        traffic = [
-            [each.kind, each.line or "unknown", each.over, each.algorithm, str(each.count), seconds_text(each.seconds)]
-            + [seconds_text(each.exposed)]
-            for each in self.traffic
-        ]
-        columns = ["collective", "line", "over", "by", "in a run", "takes", "not hidden"]
-        parts += [Page("Over the wires", [*Table.first_rows(columns, traffic)])] if traffic else []
-        parts += [self.picture()] if self.spans else []
-        return Page(f"A run of {seconds_text(self.seconds)}, estimated", parts)
-
-    def picture(self) -> Picture:
-        """Timeline with a lane for kernels and one for each kind of asynchronous operation."""
-        return bars("A run, estimated", ((s.lane, s.name, s.start, s.end) for s in self.spans))
-
-
-Pricer = Callable[[Collective], CollectiveTime]
-
-
-def pricer(chip: Chip, places: Sequence[Place]) -> Pricer:
-    """Time of collectives of chips at `places`, in the order of their numbers. The slowest group counts."""
-    known: dict[tuple[Any, ...], CollectiveTime] = {}
-
-    def price(collective: Collective) -> CollectiveTime:
-        key = collective.kind, collective.bytes, collective.groups
-        if key not in known:
-            groups = collective.groups or (tuple(range(len(places))),)
-            shapes = {spans_of(chip, [places[i % len(places)] for i in group], places) for group in groups}
-            times = [collective_time(chip, collective.kind, collective.bytes, spans) for spans in shapes]
-            known[key] = max(times, key=lambda each: each.seconds)
-        return known[key]
-
-    return price
-
-
-def places_of(chip: Chip, devices: Sequence[Any]) -> list[Place]:
-    """Device positions on the machine's links."""
-    if isinstance(chip, Tpu):
-        return [(*device.coords[: len(chip.host)], getattr(device, "slice_index", None) or 0) for device in devices]
-    joined = chip.levels[0].chips or len(devices)
-    seen: defaultdict[int, int] = defaultdict(int)
-    found = []
-    for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
-        found.append((device, (device.process_index * joined + seen[device.process_index],)))
-        seen[device.process_index] += 1
-    of = {device: place for device, place in found}
-    return [of[device] for device in devices]
-
-
-def timeline_of(
-    module: Module, chip: Chip, price: Pricer, cap: Callable[[Work], Work] = lambda work: work
-) -> StepTimeline:
-    """Schedule one run of an executable.
-
-    Args:
-        price: function that returns the time of a collective.
-        cap: function that replaces a kernel's work, for example by products with fewer passes.
-    """
-    walk = _Chip(chip, price, cap)
+def timeline_of(module: Module, wires: Wires, level: str = LEVELS[0]) -> StepTimeline:
+    """Schedule one run of an executable, with the precision of its float32 products capped at `level`."""
+    walk = _Chip(wires, level)
     walk.computation(module.entry, 1)
-    walk.finish()
     return walk.result()
 
 
-def added(parts: Sequence[tuple[StepTimeline, int]], seconds: float, dispatch: float) -> StepTimeline:
-    """Timeline of executables with their numbers of executions, `seconds` long in total.
-
-    The host takes `dispatch` seconds to call each. The spans are those of each executable once, one after the other.
-    """
-    limits, graphs = defaultdict[str, float](float), defaultdict[str, dict[str, float]](dict)
-    inclusive = defaultdict[str, float](float)
-    traffic: dict[tuple[str, str, str, str], LineTraffic] = {}
-    spans, begin = list[StepSpan](), 0.0
-    for part, times in parts:
-        for name, own in part.graphs.items():
-            for limit, each in own.items():
-                limits[limit] += times * each
-                graphs[name][limit] = graphs[name].get(limit, 0.0) + times * each
-        for name, each in part.inclusive.items():
-            inclusive[name] += times * each
-        for each_line in part.traffic:
-            key = each_line.line, each_line.kind, each_line.over, each_line.algorithm
-            before = traffic.get(key)
-            traffic[key] = each_line.model_copy(
-                update={
-                    name: times * getattr(each_line, name) + (getattr(before, name) if before else 0)
-                    for name in ("count", "seconds", "exposed")
-                }
-            )
-        spans += (s.model_copy(update={"start": s.start + begin, "end": s.end + begin}) for s in part.spans)
-        begin += part.seconds
-    if dispatch:
-        limits["dispatch"] += dispatch * sum(times for _, times in parts)
-    return StepTimeline(
-        seconds=seconds,
-        limits=dict(limits),
-        graphs=dict(graphs),
-        inclusive=dict(inclusive),
-        traffic=tuple(sorted(traffic.values(), key=lambda each: -each.exposed)),
-        spans=tuple(spans[:LONGEST_TIMELINE]),
-    )
-
-
 @dataclass
-class _Line:
-    time: CollectiveTime
+class _LineTotals:
+    """Collectives of one kind and source line, with fields of `LineTraffic`."""
+
+    over: str
+    algorithm: str
     count: int = 0
     seconds: float = 0.0
     exposed: float = 0.0
@@ -213,17 +48,17 @@ class _Pending:
 
 
 class _Chip:
-    """State of a chip during a walk through a program. Takes the arguments of `timeline_of`."""
+    """State of a chip during a walk through a program."""
 
-    def __init__(self, chip: Chip, price: Pricer, cap: Callable[[Work], Work]) -> None:
-        self.chip, self.price, self.cap = chip, price, cap
+    def __init__(self, wires: Wires, level: str) -> None:
+        self.chip, self.wires, self.level = wires.chip, wires, level
         self.now = 0.0
         self.free: defaultdict[str, float] = defaultdict(float)
         self.pending: dict[Instruction, _Pending] = {}
         self.unwaited: list[_Pending] = []
         self.graphs: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.inclusive: defaultdict[str, float] = defaultdict(float)
-        self.lines: dict[tuple[str, str], _Line] = {}
+        self.lines: dict[tuple[str, str], _LineTotals] = {}
         self.spans: list[StepSpan] = []
         self.times = 1
 
@@ -257,7 +92,7 @@ class _Chip:
             self._kernel(instruction)
 
     def _kernel(self, instruction: Instruction) -> None:
-        work, scope = self.cap(work_of(instruction)), instruction.scope
+        work, scope = capped(self.level, work_of(instruction)), instruction.scope
         graph = graph_of(scope)
         found = collectives_of(instruction, graph)
         is_start = instruction.opcode.endswith("-start")
@@ -289,24 +124,24 @@ class _Chip:
         for inside in instruction.called:
             for each in filter(is_kernel, inside.instructions.values()):
                 for collective in collectives_of(each, graph):
-                    seconds += self.price(collective).seconds
+                    seconds += self.wires.time(collective).seconds
                     lines.append(self._noted(collective))
                 if each.kind not in COLLECTIVES:
-                    seconds += kernel_time(self.chip, self.cap(work_of(each))).seconds
+                    seconds += kernel_time(self.chip, capped(self.level, work_of(each))).seconds
         limit: Limit = "network" if lines else "memory"
         found = self._begin("network" if lines else "copies", graph, limit, seconds, instruction.scope)
         return replace(found, lines=lines)
 
     def _noted(self, collective: Collective) -> tuple[str, str]:
-        key, time = (collective.source, collective.kind), self.price(collective)
-        line = self.lines.setdefault(key, _Line(time))
+        key, time = (collective.source, collective.kind), self.wires.time(collective)
+        line = self.lines.setdefault(key, _LineTotals(", ".join(time.over), time.algorithm))
         line.count += self.times
         line.seconds += self.times * time.seconds
         return key
 
     def _sent(self, collective: Collective, scope: str) -> _Pending:
         """Begin a collective."""
-        key, seconds = self._noted(collective), self.price(collective).seconds
+        key, seconds = self._noted(collective), self.wires.time(collective).seconds
         name = f"{collective.kind} {collective.source}".strip()
         return replace(self._begin("network", name, "network", seconds, scope), lines=[key])
 
@@ -349,18 +184,7 @@ class _Chip:
         for own in self.graphs.values():
             for limit, seconds in own.items():
                 limits[limit] += seconds
-        traffic = (
-            LineTraffic(
-                line=line,
-                kind=kind,
-                over=", ".join(each.time.over),
-                algorithm=each.time.algorithm,
-                count=each.count,
-                seconds=each.seconds,
-                exposed=each.exposed,
-            )
-            for (line, kind), each in self.lines.items()
-        )
+        traffic = (LineTraffic(line=line, kind=kind, **vars(each)) for (line, kind), each in self.lines.items())
         return StepTimeline(
             seconds=self.now,
             limits=dict(limits),

@@ -1,101 +1,55 @@
-"""Traffic along each dimension of a program's replicas, and its links."""
+"""`Wires`: the links between a program's chips, and the times of its collectives over them."""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
-import numpy as np
-
-from popxl.base.pages import Page, Table, bytes_text, seconds_text
-from popxl.base.records import Record
-from runtime.costs.network import spans_of
-from runtime.costs.step import Pricer, places_of
+from runtime.costs.network import CollectiveTime, LinkSpan, Place, collective_time, spans_of
 from runtime.costs.work import Collective
-from runtime.program.compiled import CompiledProgram
-from runtime.targets.chip import Chip
-from runtime.targets.mesh import dimensions_of
+from runtime.targets.chip import Chip, Tpu
 
 
-class AxisTraffic(Record):
-    """Traffic of the replicas along a dimension in one run.
+class Wires:
+    """Links between chips.
 
-    Attributes:
-        name: axis of the program; for one without a name, the distance of its replicas: "replicas 8". Several that a
-            collective uses together are joined by " × ".
-        size: number of replicas along the axis.
-        over: the wires, the fastest first: "NVLink", "NVLink, InfiniBand NDR".
-        bytes: bytes on one chip, as in `Cost.collectives`.
-        seconds: total time, including overlapped time.
+    Args:
+        chip: figures of each chip.
+        places: their places, in the order of XLA's numbers.
     """
 
-    name: str
-    size: int
-    over: str
-    bytes: int
-    seconds: float
+    def __init__(self, chip: Chip, places: Sequence[Place]) -> None:
+        self.chip, self.places = chip, places
+        self._times: dict[Hashable, CollectiveTime] = {}
+
+    @classmethod
+    def between(cls, chip: Chip, devices: Sequence[Any]) -> Wires:
+        """Links between JAX devices."""
+        return cls(chip, _places_of(chip, devices))
+
+    def spans(self, members: Iterable[int]) -> tuple[LinkSpan, ...]:
+        """Links that a group of chips uses, by their numbers."""
+        return spans_of(self.chip, [self.places[i % len(self.places)] for i in members], self.places)
+
+    def time(self, collective: Collective) -> CollectiveTime:
+        """Time of a collective in its slowest group."""
+        key = collective.kind, collective.bytes, collective.groups
+        if key not in self._times:
+            spans = {self.spans(group) for group in collective.groups or (range(len(self.places)),)}
+            times = [collective_time(self.chip, collective.kind, collective.bytes, each) for each in spans]
+            self._times[key] = max(times, key=lambda each: each.seconds)
+        return self._times[key]
 
 
-def axes_of(
-    program: CompiledProgram, figures: Chip | None, collectives: Sequence[Collective], price: Pricer | None
-) -> tuple[AxisTraffic, ...]:
-    """Traffic along each dimension of the replicas of a program, the outermost first; none without figures."""
-    replicas = program.layout.replicas
-    if figures is None or price is None or replicas.mesh is None:
-        return ()
-    dimensions = dimensions_of(program.layout.main.ir)
-    shape = [dimension.size for dimension in dimensions]
-    places = places_of(figures, replicas.devices)
-    sent, seconds = defaultdict[tuple[int, ...], int](int), defaultdict[tuple[int, ...], float](float)
-    for each in collectives:
-        axes = _varying_dimensions(each, shape)
-        sent[axes] += each.runs * each.bytes
-        seconds[axes] += each.runs * price(each).seconds
-    numbers = np.arange(math.prod(shape)).reshape(shape)
-    found = []
-    for axes in dict.fromkeys([*((d,) for d in range(len(shape))), *sorted(sent)]):
-        if not axes or len(axes) > 1 and not sent[axes]:
-            continue
-        members = numbers[tuple(slice(None) if d in axes else 0 for d in range(len(shape)))].flat
-        spans = spans_of(figures, [places[i] for i in members], places)
-        found.append(
-            AxisTraffic(
-                name=" × ".join(dimensions[d].name for d in axes),
-                size=math.prod(shape[d] for d in axes),
-                over=", ".join(span.link.name for span in spans),
-                bytes=sent[axes],
-                seconds=seconds[axes],
-            )
-        )
-    return tuple(found)
-
-
-def _varying_dimensions(collective: Collective, shape: Sequence[int]) -> tuple[int, ...]:
-    """Dimensions in which the members of a group differ."""
-    if not collective.groups:
-        return tuple(range(len(shape)))
-    places = {np.unravel_index(each, shape) for each in collective.groups[0] if each < math.prod(shape)}
-    return tuple(d for d in range(len(shape)) if len({place[d] for place in places}) > 1)
-
-
-def page_of_axes(axes: Sequence[AxisTraffic]) -> list[Page]:
-    """Page about axes and wires, with what should be laid otherwise; empty without axes."""
-    if not axes:
-        return []
-    rows = [[a.name, str(a.size), a.over or "none", bytes_text(a.bytes), seconds_text(a.seconds)] for a in axes]
-    table = Table(["axis", "replicas", "over", "bytes of a chip", "takes"], rows)
-    return [Page("Axes and wires", [table, *_misplaced(axes)])]
-
-
-def _misplaced(axes: Sequence[AxisTraffic]) -> list[str]:
-    """Sentences about an axis that sends more over slower wires than another over faster ones."""
-    single = [a for a in axes if " × " not in a.name]
-    slow = max((a for a in single if "," in a.over or a.over != single[-1].over), key=lambda a: a.bytes, default=None)
-    inside = single[-1]
-    if slow is None or slow is inside or slow.bytes <= inside.bytes:
-        return []
-    return [
-        f"`{slow.name}` sends more than `{inside.name}`, and goes over {slow.over}: as the last of `axes` it would "
-        f"stay on {inside.over}, as far as that reaches."
-    ]
+def _places_of(chip: Chip, devices: Sequence[Any]) -> list[Place]:
+    """Places of devices: torus coordinates and slice number of a TPU, else a number within its process."""
+    if isinstance(chip, Tpu):
+        return [(*device.coords[: len(chip.host)], getattr(device, "slice_index", None) or 0) for device in devices]
+    joined = chip.levels[0].chips or len(devices)
+    counts = Counter[int]()
+    places: dict[Any, Place] = {}
+    for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
+        places[device] = (device.process_index * joined + counts[device.process_index],)
+        counts[device.process_index] += 1
+    return [places[device] for device in devices]

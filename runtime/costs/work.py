@@ -35,6 +35,9 @@ _EACH = frozenset(
 )
 """Instructions that compute each element of their result with one operation."""
 
+_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "u8": "int8"}
+"""XLA's names of dtypes, and those of the figures. All that begin with "f8" are float8."""
+
 _SLICES = frozenset({"dynamic-slice", "slice", "gather"})
 
 
@@ -63,7 +66,8 @@ class Collective(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Key of matrix products: operand dtype, and requested precision ("highest", "high" or "default")."""
+    """Key of matrix products: dtype of the factors, as the figures of chips name it, and requested precision
+    ("highest", "high" or "default")."""
 
     dtype: str
     precision: str
@@ -255,7 +259,8 @@ def _product(factor: Shape, instruction: Instruction) -> Product:
     found = re.search(r'\boperand_precision"?[=:][{\[]([^}\]]*)', instruction.text)  # in the settings of a library, too
     precisions = set(re.findall(r"\w+", found[1].lower())) if found else set()
     precision = next((each for each in ("highest", "high") if each in precisions), "default")
-    return Product(factor.dtype, precision)
+    dtype = "float8" if factor.dtype.startswith("f8") else _DTYPES.get(factor.dtype, factor.dtype)
+    return Product(dtype, precision)
 
 
 def _window(instruction: Instruction, name: str) -> list[int]:

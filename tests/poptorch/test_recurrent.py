@@ -165,4 +165,4 @@ def test_gpus_multiply_halves(name: str) -> None:
     with ir.main_graph:
         store(_gradients(name, *map(popxl.variable, _halves(name))))
     (text,) = popxl.Session(ir, "gpu h100").hlo().values()
-    assert {product.dtype for product in account_of(parse_hlo(text)).total.products} == {"bf16"}
+    assert {product.dtype for product in account_of(parse_hlo(text)).total.products} == {"bfloat16"}

@@ -12,10 +12,12 @@ import pytest
 
 import popxl
 from popxl import ops
+from runtime.costs.graph_costs import graphs_of
 from runtime.costs.hlo import Shape, parse_hlo, shapes
 from runtime.costs.host_copies import host_copies
-from runtime.costs.seconds import graphs_of, limited, precisions_of
-from runtime.costs.work import Product, account_of
+from runtime.costs.precision import capped, precisions_of
+from runtime.costs.wires import Wires
+from runtime.costs.work import Account, Product, account_of
 from runtime.targets.chip import Gpu, Tpu, of_device, shipped
 
 pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
@@ -41,7 +43,7 @@ def test_operations_and_bytes_are_those_that_xla_counts() -> None:
     account, said = analysed(function, *shaped, 3, donate_argnums=0)
     total = account.total
     products = 2 * 64 * 32 * 48
-    assert total.products[Product("f32", "default")] > products
+    assert total.products[Product("float32", "default")] > products
     assert total.flops == pytest.approx(said["flops"] + said["transcendentals"], rel=0.01)
     assert total.bytes == pytest.approx(said["bytes accessed"], rel=0.01)
 
@@ -76,7 +78,7 @@ ENTRY %main (a: f32[4,32,192], b: f32[4,32,64]) -> f32[4,192,64] {{
 }}
 """
     total = account_of(parse_hlo(text)).total
-    assert total.products == {Product("f32", "highest"): 2 * 4 * 192 * 64 * 32}
+    assert total.products == {Product("float32", "highest"): 2 * 4 * 192 * 64 * 32}
     assert total.bytes == 4 * 4 * (32 * 192 + 32 * 64 + 192 * 64)
 
 
@@ -85,7 +87,7 @@ def test_loops_count_as_often_as_they_turn() -> None:
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]
 
     account, _ = analysed(function, jnp.ones((4, 6)), jnp.ones((6, 6)))
-    assert account.total.products == {Product("f32", "default"): 7 * 2 * 4 * 6 * 6}
+    assert account.total.products == {Product("float32", "default"): 7 * 2 * 4 * 6 * 6}
 
 
 def test_a_number_by_itself_is_no_kernel() -> None:
@@ -190,10 +192,13 @@ def test_rates_are_of_the_precision_that_is_asked_for() -> None:
 
 
 def of_precision(account: Any, chip: Any) -> Any:
-    def seconds(level: str) -> float:
-        return sum(graph.seconds or 0 for graph in graphs_of(limited(level, account), {}, chip, 1))
+    wires = Wires(chip, [(0, 0, 0)])
 
-    return precisions_of(account, chip, seconds)
+    def seconds(level: str) -> float:
+        work = {name: capped(level, each) for name, each in account.graphs.items()}
+        return sum(graph.seconds or 0 for graph in graphs_of(Account(work), {}, 1, wires))
+
+    return precisions_of(account.total, chip, seconds)
 
 
 def test_what_precision_costs() -> None:
@@ -204,7 +209,7 @@ def test_what_precision_costs() -> None:
 
     size, flops = (512, 512), 2 * 512**3
     account, _ = analysed(function, *(jnp.ones(size),) * 3)
-    assert account.total.products == {Product("f32", level): flops for level in ("highest", "default")}
+    assert account.total.products == {Product("float32", level): flops for level in ("highest", "default")}
     tpu = shipped(Tpu, "v5e")
     found = of_precision(account, tpu)
     once = flops / tpu.rate("bfloat16")

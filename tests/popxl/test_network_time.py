@@ -15,7 +15,8 @@ from popxl import ops
 from runtime.costs.hlo import parse_hlo
 from runtime.costs.kernels import attained, product_seconds
 from runtime.costs.network import collective_time, spans_of
-from runtime.costs.step import pricer, timeline_of
+from runtime.costs.step import timeline_of
+from runtime.costs.wires import Wires
 from runtime.costs.work import Product, SizedProduct, account_of
 from runtime.targets.chip import Efficiency, Gpu, Tpu, names, shipped
 
@@ -133,7 +134,7 @@ def test_products_fill_blocks_and_rounds_of_units() -> None:
 
     def product(rows: int, columns: int, depth: int, batch: int = 1) -> SizedProduct:
         flops = 2 * batch * rows * columns * depth
-        return SizedProduct(Product("bf16", "default"), flops, batch, rows, columns, depth)
+        return SizedProduct(Product("bfloat16", "default"), flops, batch, rows, columns, depth)
 
     whole = product(128 * 12, 128 * 11, 64 * 63)  # as many blocks as there are units
     assert attained(chip, whole) == pytest.approx(0.8 * 63 / 64)
@@ -166,7 +167,7 @@ ENTRY %main (p: (s32[], f32[{nbytes // 4}])) -> (s32[], f32[{nbytes // 4}]) {{
   ROOT %loop = (s32[], f32[{nbytes // 4}]) while(%p), condition=%c, body=%body, {turns}
 }}
 """
-    found = timeline_of(parse_hlo(text), GPU, pricer(GPU, [(i,) for i in range(8)]))
+    found = timeline_of(parse_hlo(text), Wires(GPU, [(i,) for i in range(8)]))
     sent = 2 * 7 / 8 * nbytes / 450e9 + 2 * 7 * 2e-6
     copied = 2 * nbytes / GPU.memory_bandwidth
     assert found.seconds == pytest.approx(5 * sent) and found.limits["memory"] == pytest.approx(5 * copied)
@@ -187,7 +188,7 @@ def test_a_compiled_function_is_a_schedule() -> None:
 
     text = jax.jit(function).lower(jnp.ones((4, 6)), jnp.ones((6, 6))).compile().as_text()
     chip = GPU.model_copy(update={"efficiency": Efficiency(launch=1e-3)})
-    found = timeline_of(parse_hlo(text), chip, pricer(chip, [(0,)]))
+    found = timeline_of(parse_hlo(text), Wires(chip, [(0,)]))
     assert 7e-3 < found.seconds < 40e-3 and found.limits == {"launch": pytest.approx(found.seconds)}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from poptorch.errors import createPoptorchError
-from poptorch.run import weights
+from poptorch.run import watched, weights
 from poptorch.run.executor import PoplarExecutor
 from poptorch.run.hooks import Substitution, register_substitution
 
@@ -69,7 +69,7 @@ def unwrapModelIfNecessary(model: Any) -> Any:
     Returns:
         The same.
     """
-    weights.take_off(_module_of(model))
+    watched.suspend(_module_of(model))
     return model
 
 
@@ -82,7 +82,7 @@ def rewrapModelIfNecessary(model: Any) -> Any:
     Returns:
         The same.
     """
-    weights.wrap(_module_of(model))
+    weights.rewatch(_module_of(model))
     return model
 
 

@@ -36,10 +36,10 @@ from poptorch.placement.capture_context import CaptureContext, capturing
 from poptorch.program.batching import Batching
 from poptorch.program.placement_checks import check_overlapped_io, check_placement
 from poptorch.run.arguments import Signature
+from poptorch.run.gradient_access import hook_problem
 from poptorch.run.hooks import substituting
 from poptorch.run.host_model import HostModel
 from poptorch.run.subgraphs import ExecutionPath
-from poptorch.run.weights import hook_problem
 
 _Capture = tuple[Captured, OutputStructure, CaptureContext]
 

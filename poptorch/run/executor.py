@@ -147,7 +147,7 @@ class PoplarExecutor(ModelLifecycle):
                     self._weights.attach()
                 self._change_warnings.warn(compiled, self._attributes)
                 if self._trainer is not None:
-                    self._weights.lazy.check_hooks()
+                    self._weights.lazy.gradients.check_hooks()
                     self._upload_optimizer(self._trainer)
             try:
                 return run()

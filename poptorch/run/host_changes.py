@@ -17,6 +17,7 @@ import torch
 
 from poptorch.base.introspection import CONTAINERS, attributes, is_instance
 from poptorch.capture.host_state import GROWS, NUMBERS, HolderSnapshot, HostState, is_users
+from poptorch.run.watched import original_class
 
 _MOST = 1000
 """Maximum number of items inspected in a container."""
@@ -45,7 +46,7 @@ class HostChanges:
             )
         ]
         self._paths = paths
-        self._kinds = {id(vars(each)): _kind_of(each) for each in paths}
+        self._kinds = {id(vars(each)): original_class(each) for each in paths}
         own = {id(vars(each)) for each in paths if not is_users(type(each))}  # of PyTorch: a method may be new there
         places = [each for each in HostState(module, None, around=False).places if is_instance(each.holder, CONTAINERS)]
         places = [each for each in places if len(each.before) <= _MOST]
@@ -76,7 +77,7 @@ class HostChanges:
     def _changed(self) -> Iterator[str]:
         yield from (text for text, hooks, count in self._hooks if len(hooks) != count)
         for each, path in self._paths.items():
-            if _kind_of(each) is not self._kinds[id(vars(each))]:
+            if original_class(each) is not self._kinds[id(vars(each))]:
                 yield f"the class of {path}"
         for place in (*self._places, *self._others):
             kind = self._kinds.get(id(place.holder))
@@ -126,8 +127,3 @@ def _differs(before: Any, now: Any) -> bool:
     if is_instance(before, (*NUMBERS, str)):
         return is_instance(now, (*NUMBERS, str)) and bool(before != now)
     return callable(before) or type(before) is SimpleNamespace or bool(attributes(before)) and is_users(type(before))
-
-
-def _kind_of(module: torch.nn.Module) -> type:
-    """A module's original class, ignoring read-tracking subclasses."""
-    return getattr(type(module), "_original", type(module))

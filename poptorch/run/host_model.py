@@ -16,6 +16,7 @@ from poptorch.capture.attributes import Attributes, noting
 from poptorch.capture.counters import CARRIED_TYPES
 from poptorch.errors import createPoptorchError
 from poptorch.run import weight_values
+from poptorch.run.watched import original_class
 
 Model = torch.nn.Module | Callable[..., Any]
 
@@ -120,5 +121,5 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _kind(module: torch.nn.Module) -> Any:
     """Identity of a module for structural comparison. Modules with tensors may be replaced by equivalent ones."""
     if any(True for each in torch.nn.Module.named_modules(module) for _ in _own_tensors(each[1])):
-        return getattr(type(module), "_original", type(module)), module.extra_repr()
+        return original_class(module), module.extra_repr()
     return module

@@ -224,8 +224,8 @@ class ModelLifecycle(ModelProxy):
         with self._lock:
             if self._compiled is None:
                 return
-            is_thawed = self._weights.lazy.take_thawed()
-            if self._trainer is not None and (is_thawed or self._trainer.has_changed):
+            requires_grad_set = self._weights.lazy.take_requires_grad_set()
+            if self._trainer is not None and (requires_grad_set or self._trainer.has_changed):
                 self._give_up(self._trainer.outgrown(self._trainer.optimizer))
             if self._compiled is not None and self._compiled.is_attached:
                 self._follow()

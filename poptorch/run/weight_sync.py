@@ -104,7 +104,7 @@ class WeightSync:
         """Whether host writes to the module differ from the device's values."""
         if self._program is None or not self._program.is_attached or self.lazy.is_stale:
             return False
-        if not self.host_writes.names() and not self.lazy.has_given_data:
+        if not self.host_writes.names() and not self.lazy.data_accessed:
             return False
         host = self.lazy.read_values()
         if any(not np.array_equal(host[name], array) for name, array in self._program.weights().items()):

@@ -16,7 +16,6 @@ import torch
 import popxl
 from poptorch.base.carried import HiddenValueAccess
 from poptorch.base.logging_ import logger
-from poptorch.capture.attributes import Attributes
 from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.model import Captured
 from poptorch.capture.tensor_layout import TensorLayout
@@ -43,13 +42,6 @@ _turn = threading.RLock()
 def compiling() -> Iterator[None]:
     """Context manager that serializes model compilation: captured modules hold tensors without data."""
     with _turn, torch.inference_mode(False):  # otherwise no gradients would flow
-        yield
-
-
-@contextmanager
-def _capturing(attributes: Attributes) -> Iterator[None]:
-    """Context manager for recapturing a model with the attributes it had when wrapped."""
-    with compiling(), attributes.restored():
         yield
 
 
@@ -94,9 +86,15 @@ def compiled_model(
         signature.tell_of_dicts()
     _check_apart(model, path.captured, () if update is None else update.names)
     if path.breaks:
-        again = partial(captures.path, signature), partial(_capturing, model.attributes)
-        return (BrokenGraph if update is None else TrainedBrokenGraph)(*again, path, signature, request, read)
-    return compile_captured(ir, path.captured, path.answer, signature, request, read())
+        attributes = model.attributes
+
+        def capture_again(tensors: Sequence[torch.Tensor], results: Sequence[Any]) -> ExecutionPath:
+            with compiling(), attributes.restored():
+                return captures.path(signature, tensors, results)
+
+        kind = BrokenGraph if update is None else TrainedBrokenGraph
+        return kind(capture_again, path, signature, request, read)
+    return compile_captured(ir, path.captured, path.structure, signature, request, read())
 
 
 @dataclass
@@ -189,7 +187,7 @@ def carries(
     signature, path, _ = _hidden(signature_of, capture)
     if path is None or not signature.fits(*first):
         return False
-    compiled.signature, compiled.structure = signature, path.answer
+    compiled.signature, compiled.structure = signature, path.structure
     return True
 
 

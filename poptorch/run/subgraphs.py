@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch
 from poptorch.base.leaves import Structure
 from poptorch.capture.graph_breaks import GraphBreak
 from poptorch.capture.model import Captured
-from poptorch.capture.trace import Node, Value
+from poptorch.capture.trace import Node, Trace, Value
 from poptorch.run.compiled import Compiled
 
 ValueId = tuple[Any, ...]
-"""Where a value comes from: an argument, a parameter or buffer, an op by its number, what was made at a graph break."""
+"""Where a value comes from: an argument, a parameter or buffer, an op by its number, a graph break."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,61 @@ class ExecutionPath:
 
     Attributes:
         captured: the model.
-        answer: structure of the model's result.
+        structure: structure of the model's result.
         breaks: graph breaks of the path.
     """
 
     captured: Captured
-    answer: Structure
+    structure: Structure
     breaks: Sequence[GraphBreak]
+
+
+class IdentifiedPath:
+    """An execution path, with identifiers of its values. Paths share the identifiers of values that they share.
+
+    Args:
+        host_buffers: buffers that are inputs of programs, instead of their state.
+
+    Attributes:
+        captured, structure, breaks: those of the path.
+        values: its values by identifier.
+    """
+
+    def __init__(self, path: ExecutionPath, host_buffers: Container[str] = ()) -> None:
+        self.captured, self.structure, self.breaks = path.captured, path.structure, path.breaks
+        self.values: dict[ValueId, Value] = {("input", i): value for i, value in enumerate(self.captured.inputs)}
+        for name, value in self.captured.state.items():
+            self.values["host buffer" if name in host_buffers else "state", name] = value
+        for i, graph_break in enumerate(self.breaks):
+            self.values |= {("graph break", i, j): value for j, value in enumerate(graph_break.made)}
+        for i, node in enumerate(self.captured.trace.nodes):
+            self.values |= {("op", i, j): value for j, value in enumerate(node.results)}
+        self._ids: dict[int, ValueId] = {}
+        for value_id, value in self.values.items():
+            self._ids.setdefault(id(value), value_id)
+
+    def id_of(self, value: Value) -> ValueId:
+        """Identifier of a value."""
+        return self._ids[id(value)]
+
+    def ids_of(self, values: Iterable[Value]) -> list[ValueId]:
+        """Identifiers of values."""
+        return [self.id_of(value) for value in values]
+
+    def values_of(self, ids: Iterable[ValueId]) -> list[Value]:
+        """Values with given identifiers."""
+        return [self.values[value_id] for value_id in ids]
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """Start and end op indices of each subgraph."""
+        inner = [graph_break.at for graph_break in self.breaks]
+        return list(zip([0, *inner], [*inner, len(self.captured.trace.nodes)], strict=True))
+
+    @property
+    def outputs(self) -> list[Value]:
+        """Model outputs, and final values of overwritten arguments."""
+        return [*self.captured.trace.outputs, *self.captured.written_inputs.values()]
 
 
 @dataclass(frozen=True)
@@ -39,16 +87,12 @@ class Content:
 
     Attributes:
         nodes: ops of the subgraph.
-        given, wanted: values from earlier subgraphs, and values for later ones.
+        inputs, outputs: values from earlier subgraphs, and values for later ones.
     """
 
     nodes: list[Node]
-    given: list[ValueId]
-    wanted: list[ValueId]
-
-    def select_inputs(self, known: Mapping[ValueId, torch.Tensor]) -> list[torch.Tensor]:
-        """Select subgraph inputs from known values, contiguous as programs require."""
-        return [known[place].detach().contiguous() for place in self.given]
+    inputs: list[ValueId]
+    outputs: list[ValueId]
 
 
 @dataclass(eq=False)
@@ -60,10 +104,11 @@ class Subgraph:
         ops: names of the ops of `forward` in it.
         make: function that makes the program; `None` if it is made, or there is nothing to do.
         compiled: the program.
-        graph_break: host operation after it, with its operands; `None` at the end.
-        after: subgraphs that follow, by key.
+        graph_break: host operation after it; `None` at the end.
+        operands: operands of the host operation.
+        branches: subgraphs that follow, by key.
         path: execution path that ends here, if one does.
-        used: number of the run that last used it.
+        last_run: number of the run that last used it.
     """
 
     content: Content | None = None
@@ -71,43 +116,43 @@ class Subgraph:
     make: Callable[[], Compiled] | None = None
     compiled: Compiled | None = None
     graph_break: GraphBreak | None = None
-    asked: list[ValueId] = field(default_factory=list)
-    after: dict[tuple[Any, ...], Subgraph] = field(default_factory=dict)
-    path: ExecutionPath | None = None
-    used: int = 0
+    operands: list[ValueId] = field(default_factory=list)
+    branches: dict[tuple[Any, ...], Subgraph] = field(default_factory=dict)
+    path: IdentifiedPath | None = None
+    last_run: int = 0
+
+    def program(self) -> Compiled | None:
+        """The program, compiled on first use; `None` if there is nothing to do."""
+        if self.make is not None:
+            self.compiled = self.make()
+            self.make = None
+        return self.compiled
 
     def descendants(self) -> Iterator[Subgraph]:
         """Iterate over this node and its descendants. Chains may contain a thousand nodes."""
         waiting = [self]
         while waiting:
-            part = waiting.pop()
-            yield part
-            waiting += reversed(part.after.values())
+            subgraph = waiting.pop()
+            yield subgraph
+            waiting += reversed(subgraph.branches.values())
 
 
-class ValueIds:
-    """Maps values of an execution path to stable identifiers.
+@dataclass(frozen=True)
+class Call:
+    """A call of the model, in progress.
 
-    Args:
-        held: buffers that are inputs of programs, instead of their state.
+    Attributes:
+        tensors, objects: arguments; see `Compiled.run`.
+        known: values that are known so far, by identifier.
     """
 
-    def __init__(self, path: ExecutionPath, held: Container[str] = ()) -> None:
-        captured = path.captured
-        self.value: dict[ValueId, Value] = {("input", i): value for i, value in enumerate(captured.inputs)}
-        self.value |= {("held", name): value for name, value in captured.state.items() if name in held}
-        self.state = {("state", name): value for name, value in captured.state.items() if name not in held}
-        self.value |= self.state
-        for i, graph_break in enumerate(path.breaks):
-            self.value |= {("graph_break", i, j): value for j, value in enumerate(graph_break.made)}
-        for i, node in enumerate(captured.trace.nodes):
-            self.value |= {("op", i, j): value for j, value in enumerate(node.results)}
-        self._of: dict[int, ValueId] = {}
-        for place, value in self.value.items():
-            self._of.setdefault(id(value), place)
+    tensors: Sequence[torch.Tensor]
+    objects: Sequence[Any]
+    known: dict[ValueId, torch.Tensor]
 
-    def __getitem__(self, value: Value) -> ValueId:
-        return self._of[id(value)]
+    def select(self, ids: Iterable[ValueId]) -> list[torch.Tensor]:
+        """Select known values, contiguous as programs require."""
+        return [self.known[value_id].detach().contiguous() for value_id in ids]
 
 
 def is_constant(node: Node) -> bool:
@@ -115,17 +160,37 @@ def is_constant(node: Node) -> bool:
     return node.made_of == frozenset() and not node.has_effect
 
 
-def segment_bounds(path: ExecutionPath) -> tuple[list[int], list[int]]:
-    """Start and end op indices of each subgraph."""
-    inner = [graph_break.at for graph_break in path.breaks]
-    return [0, *inner], [*inner, len(path.captured.trace.nodes)]
+def partition(
+    path: IdentifiedPath, before: Sequence[Content | None], needed: set[Value], with_effects: bool = True
+) -> list[Content]:
+    """Partition a path's ops into the contents of its first subgraphs, each computing only values not computed earlier.
 
+    Each subgraph recomputes run-invariant values itself.
 
-def segment_ops(path: ExecutionPath) -> list[list[str]]:
-    names = [node.op for node in path.captured.trace.nodes]
-    return [names[begin:end] for begin, end in zip(*segment_bounds(path), strict=True)]
-
-
-def outputs_of(path: ExecutionPath) -> list[Value]:
-    """Model outputs, and final values of overwritten arguments."""
-    return [*path.captured.trace.outputs, *path.captured.written_inputs.values()]
+    Args:
+        before: previous content of each subgraph, whose outputs remain.
+        needed: values that are needed after the last of them.
+        with_effects: whether to keep unused ops that have effects.
+    """
+    trace, bounds = path.captured.trace, path.bounds
+    order = {value_id: i for i, value_id in enumerate(path.values)}
+    constants = {id(node) for node in trace.nodes if is_constant(node)}
+    found: list[Content] = []
+    for i in reversed(range(len(before))):
+        if i < len(path.breaks):
+            needed = needed | set(path.breaks[i].given)
+        begin, end = bounds[i]
+        ops = [node for node in trace.nodes[:begin] if id(node) in constants] + trace.nodes[begin:end]
+        here = {id(value) for node in ops for value in node.results}
+        here |= {id(value) for value in needed if path.id_of(value)[0] == "state"}
+        outputs = {path.id_of(value) for value in needed if id(value) in here}
+        if (previous := before[i]) is not None:
+            outputs |= set(previous.outputs)
+        ordered = sorted(outputs, key=order.__getitem__)
+        nodes = Trace(nodes=ops).without_unused(path.values_of(ordered), with_effects)
+        made = {id(value) for node in nodes for value in node.results}
+        used = dict.fromkeys(value for node in nodes for value in node.inputs if id(value) not in made)
+        inputs = [value for value in used if path.id_of(value)[0] != "state"]
+        needed = {value for value in needed if id(value) not in here} | set(inputs)
+        found.append(Content(nodes, path.ids_of(inputs), ordered))
+    return found[::-1]

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from poptorch.capture.losses import final_loss
 from poptorch.capture.trace import Trace, Value
@@ -27,7 +26,7 @@ from poptorch.program.program_io import ProgramIO
 from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.graph_breaks import BrokenGraph
-from poptorch.run.subgraphs import Content, ExecutionPath, Subgraph, ValueIds, is_constant, outputs_of
+from poptorch.run.subgraphs import Call, Content, IdentifiedPath, Subgraph, is_constant, partition
 from popxl.tensor import Variable
 
 
@@ -39,41 +38,37 @@ class TrainedBrokenGraph(BrokenGraph):
             twice.
     """
 
-    _holds_buffers = False  # the program of the step holds them
+    _keeps_buffers = False  # the program of the step has them
 
-    def __init__(self, *of_parts: Any) -> None:
-        self._newest: Compiled | None = None
-        self._left: dict[tuple[str, str], np.ndarray] = {}  # of programs that ran before the newest
+    def __init__(self, *args: Any) -> None:
+        self._newest: Compiled | None = None  # the end program that ran last, whose variables are the newest
+        self._saved: dict[tuple[str, str], np.ndarray] = {}  # final values of programs that ran before it
         self._state: dict[str, Variable] = {}
         self._numbers: np.ndarray | None = None
-        super().__init__(*of_parts)
+        super().__init__(*args)
 
-    # Parts ----------------------------------------------------------------------------------------------------------
+    # Subgraphs ------------------------------------------------------------------------------------------------------
 
-    def _needed(self, path: ExecutionPath, places: ValueIds, parts: Sequence[Subgraph]) -> list[Content]:
+    def _contents(self, path: IdentifiedPath, before: Sequence[Content | None]) -> list[Content]:
         trace = path.captured.trace
-        before = Trace(nodes=trace.nodes[: path.breaks[-1].at])
-        looked_at = before.without_unused(
-            [value for graph_break in path.breaks for value in graph_break.given], with_effects=False
-        )
-        known = {id(node) for node in looked_at if not is_constant(node) and not any(map(_is_tracked, node.results))}
-        outputs = outputs_of(path)
-        wanted = [*outputs, *path.captured.written.values(), final_loss(trace)]
-        nodes = Trace(nodes=[node for node in trace.nodes if id(node) not in known]).without_unused(wanted)
+        operands = [value for graph_break in path.breaks for value in graph_break.given]
+        of_operands = Trace(nodes=trace.nodes[: path.breaks[-1].at]).without_unused(operands, with_effects=False)
+        known = {id(node) for node in of_operands if not is_constant(node) and not any(map(_is_tracked, node.results))}
+        needed = [*path.outputs, *path.captured.written.values(), final_loss(trace)]
+        nodes = Trace(nodes=[node for node in trace.nodes if id(node) not in known]).without_unused(needed)
         made = {id(value) for node in nodes for value in node.results}
-        inputs = dict.fromkeys([*(value for node in nodes for value in node.inputs), *wanted])
-        given = [
-            v for v in inputs if id(v) not in made and constant_of(v) is None and places[v][0] in ("op", "graph_break")
-        ]
-        twice = {id(node) for node in nodes} & {id(node) for node in looked_at}
+        used = dict.fromkeys([*(value for node in nodes for value in node.inputs), *needed])
+        others = [value for value in used if id(value) not in made and constant_of(value) is None]
+        inputs = [value for value in others if path.id_of(value)[0] in ("op", "graph break")]
+        twice = {id(node) for node in nodes} & set(map(id, of_operands))
         for node in nodes:
             if node.has_effect and id(node) in twice:
                 raise _cannot_be_done_twice(f"{node} does more than to compute", path)
-        step = Content(nodes, [places[value] for value in given], [places[value] for value in outputs])
-        return [*self._handed_on(path, places, parts[:-1], set(given), with_effects=False), step]
+        step = Content(nodes, path.ids_of(inputs), path.ids_of(path.outputs))
+        return [*partition(path, before[:-1], set(inputs), with_effects=False), step]
 
-    def _compile(self, path: ExecutionPath, places: ValueIds, content: Content, number: int = 0) -> Compiled:
-        compiled = super()._compile(path, places, content, number)
+    def _compile(self, path: IdentifiedPath, content: Content, number: int = 0) -> Compiled:
+        compiled = super()._compile(path, content, number)
         if compiled.io.random is not None:
             for node in drawing(content.nodes):
                 if any(map(_is_tracked, node.results)):
@@ -81,58 +76,51 @@ class TrainedBrokenGraph(BrokenGraph):
                     raise _cannot_be_done_twice(f"{node} draws random numbers", path)
         return compiled
 
-    def _maker_of_end(self, path: ExecutionPath, places: ValueIds, content: Content) -> Callable[[], Compiled]:
-        return partial(self._made_step, path, places, content)
+    def _end_maker(self, path: IdentifiedPath, content: Content) -> Callable[[], Compiled]:
+        return partial(self._compile_step, path, content)
 
-    def _made_step(self, path: ExecutionPath, places: ValueIds, content: Content) -> Compiled:
+    def _compile_step(self, path: IdentifiedPath, content: Content) -> Compiled:
         captured = path.captured
-        inputs = [*captured.inputs, *(places.value[place] for place in content.given)]
+        inputs = [*captured.inputs, *path.values_of(content.inputs)]
         trace = Trace([*inputs, *captured.state.values()], content.nodes, captured.trace.outputs)
         step = replace(captured, trace=trace, inputs=inputs)
-        compiled = self._compiled(step, path.answer, self._request, dict(self._host()))
+        compiled = self._compile_captured(step, path.structure, self._request, dict(self._host()))
         if self._numbers is not None:
             compiled.write_numbers(self._numbers)
         self._state |= compiled.io.state
-        if self._newest is None and not self._left:  # the first one
+        if self._newest is None and not self._saved:  # the first one
             self._newest = compiled
         return compiled
 
-    def _close(self, part: Subgraph) -> None:
-        if part.compiled is not None and part.compiled is self._newest:
-            self._leave()
-        super()._close(part)
+    def _close(self, subgraph: Subgraph) -> None:
+        if subgraph.compiled is not None and subgraph.compiled is self._newest:
+            self._save_newest()
+        super()._close(subgraph)
 
     # Running --------------------------------------------------------------------------------------------------------
 
-    def _run_part(self, part: Subgraph, known: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        program = self._program(part)
+    def _run_subgraph(self, subgraph: Subgraph, call: Call) -> None:
+        program = subgraph.program()
         if program is not None and (names := program.io.variables):
             program.write_weights(self.weights(names))
-        return super()._run_part(part, known)
+        super()._run_subgraph(subgraph, call)
 
-    def _end(
-        self,
-        part: Subgraph,
-        path: ExecutionPath,
-        known: dict[Any, torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        objects: Any,
-    ) -> Any:
-        step, content = self._program(part), part.content
+    def _run_end(self, end: Subgraph, path: IdentifiedPath, call: Call) -> Any:
+        step, content = end.program(), end.content
         assert step is not None and content is not None
         if step is not self._newest:
-            self._leave()
-            step.write_lasting(self._left)
+            self._save_newest()
+            step.write_lasting(self._saved)
             self._newest = step
         try:
-            return step.run([*tensors, *content.select_inputs(known)], objects)
+            return step.run([*call.tensors, *call.select(content.inputs)], call.objects)
         finally:
             self.times = step.times
 
-    def _leave(self) -> None:
+    def _save_newest(self) -> None:
         """Save the newest end program's persistent state."""
         if self._newest is not None:
-            self._left |= self._newest.lasting()
+            self._saved |= self._newest.lasting()
             self._newest = None
 
     # Interface of `Compiled` ----------------------------------------------------------------------------------------
@@ -149,38 +137,38 @@ class TrainedBrokenGraph(BrokenGraph):
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
         """Device values of parameters and buffers by name, optionally only the named ones."""
-        left = {name: array for name, array in self._saved_weights("weight").items() if names is None or name in names}
-        return left if self._newest is None else left | self._newest.weights(names)
+        saved = {name: array for name, array in self._saved_as("weight").items() if names is None or name in names}
+        return saved if self._newest is None else saved | self._newest.weights(names)
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
         """Overwrite parameter and buffer values on the device, only those given."""
         self._save_weights(host)
-        for part in self._root.descendants():
-            if part.compiled is not None and (part.graph_break is not None or part.compiled is self._newest):
-                part.compiled.write_weights(host)
+        for each in self._root.descendants():
+            if each.compiled is not None and (each.graph_break is not None or each.compiled is self._newest):
+                each.compiled.write_weights(host)
 
     def _save_weights(self, host: Mapping[str, np.ndarray]) -> None:
         """Save weights unused by the newest end program, for programs that use them."""
         own = {} if self._newest is None else self._newest.io.variables
-        self._left |= {("weight", name): array.copy() for name, array in host.items() if name not in own}
+        self._saved |= {("weight", name): array.copy() for name, array in host.items() if name not in own}
 
     def lasting(self) -> dict[tuple[str, str], np.ndarray]:
         """All state carried between runs, keyed by kind (weight, state or random) and name."""
-        self._leave()
-        return self._left
+        self._save_newest()
+        return self._saved
 
     def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
         """Overwrite state carried between runs."""
-        self._newest, self._left = None, {**self._left, **values}
+        self._newest, self._saved = None, {**self._saved, **values}
 
     def state(self) -> dict[str, np.ndarray]:
         """Optimiser state by name."""
-        left = self._saved_weights("state")
-        return left if self._newest is None else left | self._newest.state()
+        saved = self._saved_as("state")
+        return saved if self._newest is None else saved | self._newest.state()
 
     def write_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Overwrite optimiser state."""
-        self._left |= {("state", name): array for name, array in state.items()}
+        self._saved |= {("state", name): array for name, array in state.items()}
         if self._newest is not None:
             self._newest.write_state({name: a for name, a in state.items() if name in self._newest.io.state})
 
@@ -190,15 +178,16 @@ class TrainedBrokenGraph(BrokenGraph):
         for each in self._programs:
             each.write_numbers(numbers)
 
-    def _saved_weights(self, kind: str) -> dict[str, np.ndarray]:
-        return {name: array for (of, name), array in self._left.items() if of == kind}
+    def _saved_as(self, kind: str) -> dict[str, np.ndarray]:
+        """Saved values of a kind, by name."""
+        return {name: array for (saved_as, name), array in self._saved.items() if saved_as == kind}
 
 
 def _is_tracked(value: Value) -> bool:
     return bool(value.requires_grad)
 
 
-def _cannot_be_done_twice(what: str, path: ExecutionPath) -> Error:
+def _cannot_be_done_twice(what: str, path: IdentifiedPath) -> Error:
     return createPoptorchError(
         f"{path.breaks[0].source}: the host has to look at numbers here, to know a shape or what Python does next. "
         "What they come of is computed before, and once more in the step, for gradients to flow. But "

@@ -25,7 +25,7 @@ from popxl.analysis.replication import (
     REPEATED_SUM,
     REPLICATED,
     SAME,
-    VARYING,
+    ZEROS,
     AxisType,
     ReplicaType,
     Report,
@@ -35,7 +35,6 @@ from popxl.analysis.replication import (
     reduction,
     variable_types,
 )
-from popxl.analysis.sharding_rules import ZERO
 from popxl.analysis.type_changes import (
     diverged_axes,
     exchanged_type,
@@ -89,7 +88,7 @@ class TypeInference:
         self.mesh, self.report = mesh, report
         self.width = len(mesh.names)
         self.given: ReplicaType = (LITERAL,) * self.width
-        self.zero: ReplicaType = (ZERO,) * self.width
+        self.zero: ReplicaType = (ZEROS,) * self.width
         self.unknown: ReplicaType = (NOT_KNOWN,) * self.width
         self.outcomes: dict[tuple[Graph, tuple[ReplicaType, ...], int], _Outcome] = {}
         self.findings = TypeFindings(report, mesh)
@@ -138,8 +137,8 @@ class TypeInference:
         """
         found = [OWN_DATA] * self.width
         along = [*zip(*learned, strict=True)]
-        shared = {i for i, types in enumerate(along) if any([kind is REPLICATED for kind, _ in types])}
-        apart = {i for i, types in enumerate(along) if (VARYING, OWN) in types} - shared
+        shared = {i for i, types in enumerate(along) if any([each.kind is REPLICATED for each in types])}
+        apart = {i for i, types in enumerate(along) if any([each.own is OWN for each in types])} - shared
         for op in collectives if apart and shared else ():
             axes = self.mesh.axes_of(op)
             if len(axes) == 1 and axes[0] in apart and op.attributes.get("op") == "add" and op.inputs[0].nelms > 1:
@@ -391,7 +390,7 @@ class _GraphInference:
 def _plain_result(types: tuple[ReplicaType, ...]) -> ReplicaType | None:
     """Type of the results of any op that computes on each replica; `None` if its function has a say: for shards, terms
     of a sum, and zeros."""
-    if not types or any(ZERO in each for each in types):
+    if not types or any(ZEROS in each for each in types):
         return None
     found = join_all(types)
     return None if propagated_axes(found) else found

@@ -14,20 +14,20 @@ from weakref import WeakKeyDictionary
 
 from popxl.analysis.propagation import propagate
 from popxl.analysis.replication import (
-    NONLINEAR_TERMS,
+    NEVER,
     NOT_KNOWN,
+    ONCE,
     OWN,
     PARTIAL,
     SHARDED,
+    SUM,
     VARYING,
+    ZEROS,
     AxisType,
     ReplicaType,
-    after_reduction,
-    before_reduction,
-    differs_by_own_variables,
     join_axis,
 )
-from popxl.analysis.sharding_rules import ZERO, Flaws, Propagated, Rule, covers, types_by_rule
+from popxl.analysis.sharding_rules import Flaws, Propagated, Rule, covers, types_by_rule
 from popxl.core.declaration import OpKind, holds_graph
 from popxl.core.recording import Op
 from popxl.core.tracing import needed
@@ -71,34 +71,27 @@ def _op_effect(op: Op, types: Sequence[ReplicaType], joined: ReplicaType) -> Eff
 def _effect_along(
     op: Op, types: Sequence[AxisType], whole: AxisType, count: int
 ) -> tuple[list[AxisType], tuple[str, ...]]:
-    if len(types) == 1 and whole[0] is VARYING and before_reduction(whole[1]) == OWN:
+    if len(types) == 1 and whole.own is OWN:
         return [whole] * count, ()
-    made, flaws = result_types(op, [_without_reduction(each) for each in types])
+    made, flaws = result_types(op, [each if each.own is None else each._replace(reduced=NEVER) for each in types])
     results = made[:count] if count > 1 and len(made) >= count else [join_axis(made) if made else whole] * count
-    if (whole[1] or 0) < NONLINEAR_TERMS:
-        results = [(VARYING, after_reduction(each[1])) if differs_by_own_variables(each) else each for each in results]
+    if whole.own is not None and whole.reduced is ONCE:
+        results = [each if each.own is None else AxisType(VARYING, reduced=ONCE, own=each.own) for each in results]
     return results, flaws
 
 
 @lru_cache(256)
 def propagated_axes(type_: ReplicaType) -> tuple[int, ...]:
     """The axes along which the function of an op says what it makes; along others, it makes what its operands are."""
-    return tuple(
-        i for i, along in enumerate(type_) if along[0] in (SHARDED, PARTIAL) or differs_by_own_variables(along)
-    )
-
-
-def _without_reduction(along: AxisType) -> AxisType:
-    return (along[0], before_reduction(along[1])) if along[0] is VARYING else along
+    return tuple(i for i, along in enumerate(type_) if along.kind in (SHARDED, PARTIAL) or along.own is not None)
 
 
 def is_linear(op: Op) -> bool:
     """Whether an op makes terms of a sum of such terms: of its operands but single numbers, taken together."""
     if op.kind.is_carried_out_by_others:
         return op.kind.between_replicas
-    summed: AxisType = (PARTIAL, None)
-    made, flaws = result_types(op, tuple(summed if t.nelms > 1 else ZERO for t in op.inputs))
-    return not flaws and all(each == summed for each in made)
+    made, flaws = result_types(op, tuple(SUM if t.nelms > 1 else ZEROS for t in op.inputs))
+    return not flaws and all(each == SUM for each in made)
 
 
 def makes_zero(op: Op, zeros: Collection[int]) -> bool:

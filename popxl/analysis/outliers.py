@@ -22,9 +22,11 @@ from popxl.analysis.reduced_values import (
     scaled,
 )
 from popxl.analysis.replication import (
+    OWN_DATA,
     PARTIAL,
     REDUCED_SHARDS,
     REPLICATED,
+    SAME,
     VARYING,
     Finding,
     Report,
@@ -70,7 +72,7 @@ def outliers(report: Report) -> Iterator[Finding]:
         report.findings = [each for each in report.findings if each.category != taken[0].category]
         yield from taken
     yield from transposed_weights(mesh, report)
-    alike = said | {i for i, (kind, _) in enumerate(report.fed) if kind is REPLICATED}
+    alike = said | {i for i, along in enumerate(report.fed) if along.kind is REPLICATED}
     of_data = {i for each in updates for i in each.axes}
     yield from seed_lints(mesh, report, of_data, alike)
     yield from noise_lints(mesh, report, of_data)
@@ -90,7 +92,7 @@ def _accept_gradients_of_shared(report: Report, updates: Sequence[Update]) -> No
     shared = {
         op
         for op, some in changed.items()
-        if all(report.types[u.of][i][0] <= REPLICATED for u in some for i in report.reductions[op].axes)
+        if all(report.types[u.of][i].kind <= REPLICATED for u in some for i in report.reductions[op].axes)
     }
     report.findings = [each for each in report.findings if each.category != REDUCED_SHARDS or each.op not in shared]
 
@@ -231,7 +233,7 @@ def _losses(mesh: Mesh, report: Report, updates: Sequence[Update], stored: Store
     for t, how in stored:
         op = how.by[-1]
         along, scale = how.completed(report)
-        missing = [i for i, (kind, _) in enumerate(report.types[t]) if kind is VARYING and i in reduced]
+        missing = [i for i, along in enumerate(report.types[t]) if along.kind is VARYING and i in reduced]
         if missing and (not along or not reduced.isdisjoint(along)):  # not the mean of an ensemble, for each part
             yield finding(
                 mesh, "partly reduced number", op, t, missing,
@@ -266,7 +268,7 @@ def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[Update]) -> Ite
     for op in report.index.exchanges:
         if not op.outputs and op.inputs and op.inputs[0].nelms == 1:
             t = op.inputs[0]
-            own = [i for i, along in enumerate(report.types[t]) if along == (VARYING, None) and i in reduced]
+            own = [i for i, along in enumerate(report.types[t]) if along == OWN_DATA and i in reduced]
             if own and t.dtype.is_floating_point:
                 yield finding(
                     mesh, "local number", op, t, own,
@@ -324,7 +326,7 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
                         odd[summed] = reader
     for op, reader in odd.items():
         by = report.reductions[op]
-        is_sum = all(by.before[i][0] is PARTIAL for i in by.axes) and share_of_mean(op.inputs[0]) is None
+        is_sum = all(by.before[i].kind is PARTIAL for i in by.axes) and share_of_mean(op.inputs[0]) is None
         if 2 * len(odd) <= len(sums) or (is_sum and op.attributes["group_size"] > 2):  # a half is a half of anything
             yield finding(
                 mesh, "factor of replicas", reader, op.inputs[0], by.axes,
@@ -351,9 +353,9 @@ def _same_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
             if len({*map(report.types.get, given)} - {None}) < 2:
                 continue
             types = {t: report.types[t] for t in given if t in report.types}
-            own = {i for each in types.values() for i, (kind, _) in enumerate(each) if kind is VARYING}
+            own = {i for each in types.values() for i, along in enumerate(each) if along.kind is VARYING}
             for t, held in types.items():
-                alike = [i for i in own if held[i] == (REPLICATED, None) and report.fed and report.fed[i][0] is VARYING]
+                alike = [i for i in own if held[i] == SAME and report.fed and report.fed[i].kind is VARYING]
                 if alike and (load := _fed_by(t)) is not None:
                     yield finding(
                         mesh, "same batch", load, t, sorted(alike),
@@ -385,12 +387,13 @@ def _same_data(mesh: Mesh, report: Report, updates: Sequence[Update], said: Set[
     """
     reductions = dict.fromkeys(op for each in updates for op in each.how.by)
     found: dict[Op, list[int]] = defaultdict(list)
-    for i, (kind, _) in enumerate(report.fed):
-        some = [op for op in reductions if i in report.reductions[op].axes] if kind is VARYING and i not in said else []
+    for i, along in enumerate(report.fed):
+        is_own = along.kind is VARYING and i not in said
+        some = [op for op in reductions if i in report.reductions[op].axes] if is_own else []
         before = {report.reductions[op].before[i] for op in some}
         if any(op.attributes["op"] == "mean" and i not in report.reductions[op].axes for op in reductions):
             continue
-        if before == {(REPLICATED, None)} and all(op.attributes["op"] == "mean" for op in some):
+        if before == {SAME} and all(op.attributes["op"] == "mean" for op in some):
             found[some[0]].append(i)
     for op, axes in found.items():
         (t, *_), over = op.inputs, mesh.text(axes)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from popxl.analysis.replication import REPLICATED, SAME, SHARDED, AxisType
-from popxl.analysis.sharding_rules import ZERO, Flaws, Propagated, Rule, types_by_rule
+from popxl.analysis.replication import REPLICATED, SAME, SHARDED, ZEROS, AxisType
+from popxl.analysis.sharding_rules import Flaws, Propagated, Rule, types_by_rule
 from popxl.core.tracing import traces_in
 from popxl.values.subscripts import Labels, parse, permutation_subscripts, reshape_subscripts, sum_subscripts
 
@@ -41,8 +41,8 @@ def propagate(jaxpr: Any, given: Sequence[AxisType]) -> Propagated:
 
     Example:
         >>> jaxpr = jax.make_jaxpr(jnp.matmul)(np.ones((3, 4)), np.ones((4, 5))).jaxpr
-        >>> propagate(jaxpr, [(SHARDED, 1), (SHARDED, 0)])
-        ([(<Replication.PARTIAL: 3>, None)], ())
+        >>> propagate(jaxpr, [AxisType(SHARDED, 1), AxisType(SHARDED, 0)]) == ([SUM], ())
+        True
     """
     flaws: Flaws = {}
     return _jaxpr_types(jaxpr, given, flaws), tuple(flaws)
@@ -53,14 +53,14 @@ def _jaxpr_types(jaxpr: Any, given: Sequence[AxisType], flaws: Flaws) -> list[Ax
 
     def of(v: Any) -> AxisType:
         if hasattr(v, "val"):
-            return SAME if np.any(v.val) else ZERO
+            return SAME if np.any(v.val) else ZEROS
         return known.get(v, SAME)
 
     for equation in jaxpr.eqns:
         operands = [of(v) for v in equation.invars]
-        if all(kind <= REPLICATED for kind, _ in operands):
-            zero = operands == [ZERO] and equation.primitive.name in ("broadcast_in_dim", "convert_element_type")
-            made = [ZERO if zero else SAME] * len(equation.outvars)
+        if all(along.kind <= REPLICATED for along in operands):
+            zero = operands == [ZEROS] and equation.primitive.name in ("broadcast_in_dim", "convert_element_type")
+            made = [ZEROS if zero else SAME] * len(equation.outvars)
         elif (inner := _called_jaxpr(equation)) is not None:
             made = _jaxpr_types(inner, operands, flaws)
         else:
@@ -84,7 +84,7 @@ def _largest_shards(equation: Any, operands: Sequence[AxisType]) -> Sequence[Axi
     shape = equation.outvars[0].aval.shape
     if equation.primitive.name in _PRODUCTS - {"mul"}:
         return operands
-    sharded = [each[0] is SHARDED for each in operands]
+    sharded = [each.kind is SHARDED for each in operands]
     whole = [each and v.aval.shape == shape for each, v in zip(sharded, equation.invars, strict=True)]
     if not any(whole) or sum(whole) == sum(sharded):
         return operands

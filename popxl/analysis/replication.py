@@ -13,7 +13,7 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class Replication(IntEnum):
     types.
 
     Attributes:
+        ZERO: zeros on all.
         GIVEN: the same on all replicas by construction: constants, and scalars from the host's feeds.
         REPLICATED: the same on all.
         SHARDED: shards of one value, or results computed from them.
@@ -42,6 +43,7 @@ class Replication(IntEnum):
 
     __hash__ = int.__hash__  # which is not that of enumerations in Python
 
+    ZERO = -1
     GIVEN = 0
     REPLICATED = 1
     SHARDED = 2
@@ -50,37 +52,83 @@ class Replication(IntEnum):
     UNKNOWN = 5
 
 
-GIVEN, REPLICATED, SHARDED, PARTIAL, VARYING, UNKNOWN = Replication
+class Reduced(IntEnum):
+    """Whether a value was made of one that was reduced along the axis. What differs then may be meant, as the program
+    has reduced what it wants to be the same.
 
-AxisType = tuple[Replication, int | None]
-"""How a value is held along one axis: its distribution, and a qualifier, or `None`.
+    Attributes:
+        NEVER: of none.
+        ONCE: of one.
+        AGAIN: of a sum of what was the same already.
+    """
 
-* What is sharded has the dimension that it is divided along, if that is known; or `FLAT`.
-* What is replicated or varying has `AFTER_REDUCTION` if a reduction along the axis has gone into it: what differs then
-  may be meant, as the program has reduced what it wants to be the same. It has `AFTER_REPEATED_SUM` if that has summed
-  what was the same already.
-* What is varying has another one if nothing differs but variables of each replica's own, which the program changes.
-  Such variables are mostly pieces whose dimension the program does not say, and products of two such values, terms of a
-  sum; so they are taken to be if they are summed in the end, and only then. `OWN` is made of such variables, `TERMS`
-  are presumed terms of a sum, `TERMS_PLUS_SHARED` are such terms to which something was added on each replica,
-  `NONLINEAR_TERMS` are what a function that is not linear makes of them. `after_reduction` marks these."""
+    __hash__ = int.__hash__
+
+    NEVER = 0
+    ONCE = 1
+    AGAIN = 2
+
+
+class OwnVariables(IntEnum):
+    """What was made of variables that each replica has for itself, if nothing else differs between replicas.
+
+    Such variables are mostly pieces whose dimension the program does not say, and products of two such values, terms of
+    a sum; so they are taken to be if they are summed in the end, and only then.
+
+    Attributes:
+        OWN: something of these variables.
+        TERMS: presumed terms of a sum.
+        TERMS_PLUS_SHARED: such terms to which something was added on each replica.
+        NONLINEAR_TERMS: results of a function of such terms that is not linear.
+    """
+
+    __hash__ = int.__hash__
+
+    OWN = 0
+    TERMS = 1
+    TERMS_PLUS_SHARED = 2
+    NONLINEAR_TERMS = 3
+
+
+ZERO, GIVEN, REPLICATED, SHARDED, PARTIAL, VARYING, UNKNOWN = Replication
+NEVER, ONCE, AGAIN = Reduced
+OWN, TERMS, TERMS_PLUS_SHARED, NONLINEAR_TERMS = OwnVariables
+
+
+class AxisType(NamedTuple):
+    """Distribution of a value along one axis of the mesh.
+
+    Attributes:
+        kind: distribution.
+        dimension: for shards, the dimension that they are along, or `FLAT`; `None` if that is not known.
+        reduced: for replicated and varying values, whether they were reduced along the axis.
+        own: for varying values, what was made of the replicas' own variables, if nothing else differs; else `None`.
+    """
+
+    kind: Replication
+    dimension: int | None = None
+    reduced: Reduced = NEVER
+    own: OwnVariables | None = None
+
 
 ReplicaType = tuple[AxisType, ...]
-"""The same for each axis of the mesh: the type of a value."""
+"""Type of a value: its distribution along each axis of the mesh."""
 
 FLAT = -1
-"""Qualifier of shards of a flattened value."""
-AFTER_REDUCTION, AFTER_REPEATED_SUM = 1, 2
-OWN, TERMS, TERMS_PLUS_SHARED, NONLINEAR_TERMS = -1, -2, -3, -4
+"""Dimension of the shards of a flattened value."""
+ZEROS = AxisType(ZERO)
+LITERAL = AxisType(GIVEN)
+SAME = AxisType(REPLICATED)
+REDUCED = AxisType(REPLICATED, reduced=ONCE)
+REPEATED_SUM = AxisType(REPLICATED, reduced=AGAIN)
+SHARDS = AxisType(SHARDED)
+FLAT_SHARDS = AxisType(SHARDED, FLAT)
+SUM = AxisType(PARTIAL)
+OWN_DATA = AxisType(VARYING)
+NOT_KNOWN = AxisType(UNKNOWN)
+
 REPEATED = "repeated reduction"
 REDUCED_SHARDS = "reduced shards"
-LITERAL: AxisType = (GIVEN, None)
-SAME: AxisType = (REPLICATED, None)
-REDUCED: AxisType = (REPLICATED, AFTER_REDUCTION)
-REPEATED_SUM: AxisType = (REPLICATED, AFTER_REPEATED_SUM)
-BY_REDUCED = (REDUCED, REPEATED_SUM)
-OWN_DATA: AxisType = (VARYING, None)
-NOT_KNOWN: AxisType = (UNKNOWN, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,11 +191,11 @@ def reduction(name: str, before: ReplicaType, axes: tuple[int, ...], sizes: tupl
     """A reduction along axes, on a mesh of these sizes."""
     weight = 1.0
     for i in axes:
-        if name == "mean" and before[i][0] > REPLICATED:
+        if name == "mean" and before[i].kind > REPLICATED:
             weight /= sizes[i]
-        elif name != "mean" and before[i][0] <= REPLICATED:
+        elif name != "mean" and before[i].kind <= REPLICATED:
             weight *= sizes[i]
-    return ReplicaReduction(name, before, axes, tuple(i for i in axes if before[i][0] is VARYING), weight)
+    return ReplicaReduction(name, before, axes, tuple(i for i in axes if before[i].kind is VARYING), weight)
 
 
 @dataclass(eq=False)
@@ -208,12 +256,10 @@ class Report:
 def type_text(mesh: Mesh, held: ReplicaType) -> str:
     """Text of a type, without replicated axes."""
     parts = []
-    for name, (kind, dimension) in zip(mesh.names, held, strict=True):
-        if kind > REPLICATED:
-            where = (
-                "" if dimension is None or kind is not SHARDED else " flat" if dimension == FLAT else f" {dimension}"
-            )
-            parts.append(f"{name}: {kind.name.lower()}{where}")
+    for name, along in zip(mesh.names, held, strict=True):
+        if along.kind > REPLICATED:
+            where = {None: "", FLAT: " flat"}.get(along.dimension, f" {along.dimension}")
+            parts.append(f"{name}: {along.kind.name.lower()}{where}")
     return f"{{{', '.join(parts)}}}" if parts else ""
 
 
@@ -226,44 +272,18 @@ def join(left: ReplicaType, right: ReplicaType) -> ReplicaType:
 def _join_axis(a: AxisType, b: AxisType) -> AxisType:
     if a == b:
         return a
-    larger = max(a[0], b[0])
-    if larger in (REPLICATED, VARYING):
-        qualifiers = [each for kind, each in (a, b) if kind in (REPLICATED, VARYING) and each is not None]
-        most = max(qualifiers, default=None)
-        if most is None or most == AFTER_REPEATED_SUM or larger is REPLICATED:
-            return (larger, most)
-        is_reduced = any(each == AFTER_REDUCTION or each < NONLINEAR_TERMS for each in qualifiers)
-        own = {each for kind, each in (a, b) if kind is VARYING}
-        if own.isdisjoint((None, AFTER_REDUCTION)):
-            own = {before_reduction(each) for each in own}
-            kept = own.pop() if len(own) == 1 else OWN
-        else:
-            kept = None
-        return (VARYING, after_reduction(kept) if is_reduced else kept)
-    return (larger, None) if a[0] == b[0] else a if a[0] is larger else b
-
-
-def differs_by_own_variables(along: AxisType, qualifier: int | None = None) -> bool:
-    """Whether nothing differs but variables of each replica's own; and if it is asked, in which way."""
-    kind, now = along
-    return kind is VARYING and now is not None and now < 0 and qualifier in (None, before_reduction(now))
+    larger = max(a.kind, b.kind)
+    if larger not in (REPLICATED, VARYING):
+        return AxisType(larger) if a.kind == b.kind else a if a.kind is larger else b
+    reduced, own = max(a.reduced, b.reduced), {each.own for each in (a, b) if each.kind is VARYING}
+    if not own or None in own or reduced is AGAIN:
+        return AxisType(larger, reduced=reduced)
+    return AxisType(VARYING, reduced=reduced, own=own.pop() if len(own) == 1 else OWN)
 
 
 def is_term(along: AxisType) -> bool:
-    """Whether replicas presumably hold terms of a sum."""
-    return along[0] is PARTIAL or (along[0] is VARYING and before_reduction(along[1]) == TERMS)
-
-
-def before_reduction(qualifier: int | None) -> int | None:
-    """Qualifier without its mark for reductions."""
-    return qualifier if qualifier is None or qualifier >= NONLINEAR_TERMS else qualifier - NONLINEAR_TERMS
-
-
-def after_reduction(qualifier: int | None) -> int | None:
-    """Qualifier after a reduction."""
-    if qualifier is None:
-        return AFTER_REDUCTION
-    return qualifier + NONLINEAR_TERMS if NONLINEAR_TERMS <= qualifier < 0 else qualifier
+    """Whether replicas hold terms of a sum, or presumably do."""
+    return along.kind is PARTIAL or along.own is TERMS
 
 
 def join_axis(all: Sequence[AxisType]) -> AxisType:
@@ -301,9 +321,9 @@ def _variable_type(mesh: Mesh, v: Variable, is_learned: bool) -> ReplicaType:
     shared = mesh.spanned_axes(v.replica_grouping)
     if shared is None:
         return (NOT_KNOWN,) * len(mesh.names)
-    own: AxisType = (SHARDED, v.group_axis)
+    own = AxisType(SHARDED, v.group_axis)
     if v.group_axis is None:
-        own = (VARYING, OWN if is_learned else None)
+        own = AxisType(VARYING, own=OWN if is_learned else None)
     place = v.location_info
     divided: tuple[int, ...] = ()
     if place.sharded and place.buffer is not None:
@@ -315,8 +335,7 @@ def _variable_type(mesh: Mesh, v: Variable, is_learned: bool) -> ReplicaType:
 
 @lru_cache(256)
 def _declared_type(width: int, shared: tuple[int, ...], own: AxisType, divided: tuple[int, ...]) -> ReplicaType:
-    shards: AxisType = (SHARDED, FLAT)
-    return tuple(shards if i in divided else SAME if i in shared else own for i in range(width))
+    return tuple(FLAT_SHARDS if i in divided else SAME if i in shared else own for i in range(width))
 
 
 @lru_cache(4096)

@@ -12,17 +12,20 @@ from typing import NamedTuple
 
 from popxl.analysis.replication import (
     FLAT,
-    GIVEN,
+    FLAT_SHARDS,
     NONLINEAR_TERMS,
     OWN,
+    OWN_DATA,
     PARTIAL,
     REPLICATED,
     SHARDED,
+    SHARDS,
+    SUM,
     TERMS,
     TERMS_PLUS_SHARED,
     VARYING,
+    ZEROS,
     AxisType,
-    differs_by_own_variables,
     join_axis,
 )
 from popxl.values.subscripts import Labels
@@ -34,11 +37,8 @@ Flaws = dict[str, None]
 Propagated = tuple[list[AxisType], tuple[str, ...]]
 """Result types of an operation, and the flaws."""
 
-ZERO: AxisType = (GIVEN, 0)
-SHARDS: AxisType = (SHARDED, None)
-_SUM: AxisType = (PARTIAL, None)
-_OWN: AxisType = (VARYING, OWN)
-_TERMS: AxisType = (VARYING, TERMS)
+_OWN = AxisType(VARYING, own=OWN)
+_TERMS = AxisType(VARYING, own=TERMS)
 
 
 class Rule(NamedTuple):
@@ -59,14 +59,13 @@ class Rule(NamedTuple):
 def covers(rule: Rule, given: Sequence[AxisType], shapes: Sequence[tuple[int, ...]]) -> bool:
     """Whether the rule describes all shards: along elementwise dimensions, and broadcast only to sharded ones."""
     return all(
-        kind is not SHARDED
-        or d is None
+        (d := along.dimension) is None
         or (d >= len(labels) and all(labels == result for result in rule.results))  # of what it is a piece of
         or (
             _sharded_factors(labels, d)[1]
             and (d == FLAT or shape[d] > 1 or _is_divided(labels[d], rule, given, shapes))
         )
-        for labels, (kind, d), shape in zip(rule.operands, given, shapes, strict=True)
+        for labels, along, shape in zip(rule.operands, given, shapes, strict=True)
     )
 
 
@@ -75,8 +74,8 @@ def _is_divided(
 ) -> bool:
     """Whether all operands with a dimension of these factors above size 1 are sharded."""
     return all(
-        kind is SHARDED or all(size == 1 for size, each in zip(shape, labels, strict=True) if each == factors)
-        for labels, (kind, _), shape in zip(rule.operands, given, shapes, strict=True)
+        along.kind is SHARDED or all(size == 1 for size, each in zip(shape, labels, strict=True) if each == factors)
+        for labels, along, shape in zip(rule.operands, given, shapes, strict=True)
     )
 
 
@@ -86,10 +85,10 @@ def types_by_rule(rule: Rule, given: Sequence[AxisType], flaws: Flaws) -> list[A
         return [_type_of_terms(rule, given, flaws)] * len(rule.results)
     whole = join_axis(given)
     if whole == SHARDS and _sums_all(rule):
-        return [_SUM] * len(rule.results)
-    if whole[0] is SHARDED:
+        return [SUM] * len(rule.results)
+    if whole.kind is SHARDED:
         return [_type_of_shards(rule.operands, result, given) for result in rule.results]
-    if whole[0] is VARYING and all(differs_by_own_variables(each) for each in given if each[0] is VARYING):
+    if whole.kind is VARYING and all(each.own is not None for each in given if each.kind is VARYING):
         return [_TERMS if _is_product_of_own(rule, result, given) else whole for result in rule.results]
     return [whole] * len(rule.results)
 
@@ -101,13 +100,13 @@ def _sums_all(rule: Rule) -> bool:
 
 
 def _is_sum(along: AxisType) -> bool:
-    return along[0] is PARTIAL or along == _TERMS
+    return along.kind is PARTIAL or along == _TERMS
 
 
 def _is_product_of_own(rule: Rule, result: Labels, given: Sequence[AxisType]) -> bool:
     """Whether two operands that differ by variables of each replica's own are multiplied, and summed over a
     dimension."""
-    own = [i for i, (kind, _) in enumerate(given) if kind is VARYING and {i} in (rule.linear or ())]
+    own = [i for i, along in enumerate(given) if along.kind is VARYING and {i} in (rule.linear or ())]
     return len(own) > 1 and bool(_contracted(rule, result))
 
 
@@ -121,8 +120,8 @@ def _contracted(rule: Rule, result: Labels) -> set[str | int]:
 
 def _type_of_terms(rule: Rule, given: Sequence[AxisType], flaws: Flaws) -> AxisType:
     """What an operation makes of terms of a sum."""
-    terms = _SUM if any(kind is PARTIAL for kind, _ in given) else _TERMS
-    kept = _SUM if terms is _SUM else _OWN
+    terms = SUM if any(along.kind is PARTIAL for along in given) else _TERMS
+    kept = SUM if terms is SUM else _OWN
     sums = {i for i, each in enumerate(given) if _is_sum(each) and rule.floats[i]}
     if rule.linear is None or not sums:  # conditions and indices that are made of terms are none
         return kept
@@ -132,9 +131,9 @@ def _type_of_terms(rule: Rule, given: Sequence[AxisType], flaws: Flaws) -> AxisT
     if together is None:
         if contracts and terms is _TERMS:
             return terms
-        is_flaw = terms is _SUM or _are_equal(others)
+        is_flaw = terms is SUM or _are_equal(others)
         return _flawed(terms, "linear", flaws) if is_flaw else join_axis([kept, *others])
-    added = [given[i] for i in together if i not in sums and rule.floats[i] and given[i] != ZERO]
+    added = [given[i] for i in together if i not in sums and rule.floats[i] and given[i] != ZEROS]
     if added:
         return _flawed(terms, "more", flaws) if _are_equal(added) else join_axis([kept, *added])
     factors = [each for i, each in enumerate(given) if i not in together]
@@ -143,36 +142,40 @@ def _type_of_terms(rule: Rule, given: Sequence[AxisType], flaws: Flaws) -> AxisT
 
 def _are_equal(types: Sequence[AxisType]) -> bool:
     """Whether all types are replicated."""
-    return all(kind <= REPLICATED for kind, _ in types)
+    return all(along.kind <= REPLICATED for along in types)
 
 
 def _flawed(terms: AxisType, flaw: str, flaws: Flaws) -> AxisType:
     """Type of terms after a flaw. For presumed terms, a later check finds out whether they are summed."""
-    if terms is _SUM:
+    if terms is SUM:
         flaws[flaw] = None
-        return _SUM if flaw == "more" else (VARYING, None)
-    return (VARYING, TERMS_PLUS_SHARED if flaw == "more" else NONLINEAR_TERMS)
+        return SUM if flaw == "more" else OWN_DATA
+    return AxisType(VARYING, own=TERMS_PLUS_SHARED if flaw == "more" else NONLINEAR_TERMS)
 
 
 def _type_of_shards(operands: Sequence[Labels], result: Labels, given: Sequence[AxisType]) -> AxisType:
     """What an operation makes of shards: of terms of a sum, if it sums over the dimension that they are along."""
-    beyond = {d for kind, d in given if kind is SHARDED and d is not None and d >= len(result)}
+    beyond = {along.dimension for along in given if along.dimension is not None and along.dimension >= len(result)}
     if beyond and all(labels == result for labels in operands):  # pieces of values with more dimensions
-        return (SHARDED, beyond.pop()) if len(beyond) == 1 else SHARDS
-    cut = {_sharded_factors(labels, d) for labels, (kind, d) in zip(operands, given, strict=True) if kind is SHARDED}
+        return AxisType(SHARDED, beyond.pop()) if len(beyond) == 1 else SHARDS
+    cut = {
+        _sharded_factors(labels, along.dimension)
+        for labels, along in zip(operands, given, strict=True)
+        if along.kind is SHARDED
+    }
     if any(_is_summed(factors, operands, result, given) for _, factors in cut):
-        return _SUM
+        return SUM
     if len(cut) > 1:
         return SHARDS
     ((is_flat, factors),) = cut
     if is_flat:
         if factors == tuple(chain.from_iterable(result)):
-            return (SHARDED, FLAT)
+            return FLAT_SHARDS
         # Shards of a flattened value, one after another, are rows of a value that has as many times the rows.
-        rows = [(SHARDED, 0) if each == (SHARDED, FLAT) else each for each in given]
+        rows = [AxisType(SHARDED, 0) if each == FLAT_SHARDS else each for each in given]
         return _type_of_shards(operands, result, rows)
     places = [i for i, each in enumerate(result) if each and each[:1] == factors]  # of an inner factor, no dimension
-    return (SHARDED, places[0]) if places else SHARDS
+    return AxisType(SHARDED, places[0]) if places else SHARDS
 
 
 def _is_summed(
@@ -182,8 +185,8 @@ def _is_summed(
     if not factors or not {*factors}.isdisjoint(chain.from_iterable(result)):
         return False
     return all(
-        kind is SHARDED or {*factors}.isdisjoint(chain.from_iterable(labels))
-        for labels, (kind, _) in zip(operands, given, strict=True)
+        along.kind is SHARDED or {*factors}.isdisjoint(chain.from_iterable(labels))
+        for labels, along in zip(operands, given, strict=True)
     )
 
 

@@ -8,8 +8,9 @@ from functools import lru_cache
 from popxl.analysis.means import share_of_mean
 from popxl.analysis.mesh import Mesh
 from popxl.analysis.replication import (
-    BY_REDUCED,
     FLAT,
+    FLAT_SHARDS,
+    NEVER,
     NONLINEAR_TERMS,
     OWN,
     OWN_DATA,
@@ -25,8 +26,6 @@ from popxl.analysis.replication import (
     Finding,
     ReplicaType,
     Report,
-    before_reduction,
-    differs_by_own_variables,
     is_term,
 )
 from popxl.core.recording import Op
@@ -53,22 +52,28 @@ class TypeFindings:
 
     def variable_update(self, v: Variable, was: ReplicaType, op: Op, by: ReplicaType, own: Sequence[int]) -> None:
         """Check the updates of a variable along its `own_axes`."""
-        if alike := tuple(i for i in own if by[i] in BY_REDUCED or (by[i] == SAME and _is_gathered_reduction(op))):
+        if alike := tuple(
+            i
+            for i in own
+            if (by[i].kind is REPLICATED and by[i].reduced is not NEVER)
+            or (by[i] == SAME and _is_gathered_reduction(op))
+        ):
             self.report.reduced_updates[v] = op, alike
-        if terms := [i for i in own if by[i][0] is PARTIAL and was[i][0] is SHARDED]:
+        if terms := [i for i in own if by[i].kind is PARTIAL and was[i].kind is SHARDED]:
             self.find(
                 "partial update", False, op, v, terms,
                 "{t} has pieces on replicas along {axes}, and each is changed by a term of a sum over them. Reduce "
                 "that first, with `ops.collectives.replicated_all_reduce`.",
             )  # fmt: skip
-        if unreduced := [i for i in own if was[i] == (SHARDED, FLAT)]:
+        if unreduced := [i for i in own if was[i] == FLAT_SHARDS]:
             self.find(
                 "shards of different values", False, op, v, unreduced,
                 "replicas along {axes} have shards of {t}, and each changes its shard by a value of its own, such as a "
                 "gradient that is not reduced. Reduce it first; `ops.collectives.replicated_reduce_scatter` does both.",
             )  # fmt: skip
-        if turned := [i for i in own if was[i][0] is by[i][0] is SHARDED and by[i][1] not in (None, FLAT, was[i][1])]:
-            (d, e) = was[turned[0]][1], by[turned[0]][1]
+        shards = [i for i in own if was[i].kind is SHARDED]
+        if turned := [i for i in shards if by[i].dimension not in (None, FLAT, was[i].dimension)]:
+            d, e = was[turned[0]].dimension, by[turned[0]].dimension
             self.find(
                 "shards of another layout", False, op, v, turned,
                 f"{{t}} has pieces along its dimension {d} on replicas along {{axes}}, and is changed by pieces along "
@@ -81,7 +86,7 @@ class TypeFindings:
             axes = [
                 i
                 for i in self.divided
-                if own[i][1] == OWN and differs_by_own_variables(with_more[i], TERMS_PLUS_SHARED)
+                if own[i] == AxisType(VARYING, own=OWN) and with_more[i].own is TERMS_PLUS_SHARED
             ]
             if axes and is_given(weight):
                 self.find(
@@ -93,11 +98,11 @@ class TypeFindings:
 
     def nonlinear_use(self, op: Op, axis: int, types: Sequence[AxisType], flaw: str) -> None:
         """Record nonlinear use of summation terms."""
-        t = next((t for t, (kind, _) in zip(op.inputs, types, strict=True) if kind is PARTIAL), op.inputs[0])
+        t = next((t for t, along in zip(op.inputs, types, strict=True) if along.kind is PARTIAL), op.inputs[0])
         others = [
             other
-            for other, (kind, _) in zip(op.inputs, types, strict=True)
-            if kind <= REPLICATED and other.dtype.is_floating_point
+            for other, along in zip(op.inputs, types, strict=True)
+            if along.kind <= REPLICATED and other.dtype.is_floating_point
         ]
         if flaw == "linear" and all(self.is_compared(each, axis) for each in op.outputs):
             return
@@ -130,8 +135,8 @@ class TypeFindings:
 
     def gather(self, op: Op, before: ReplicaType, axes: Sequence[int]) -> None:
         """Find shards that are gathered along another axis than the one that they are divided along."""
-        others = [i for i, along in enumerate(before) if along == (SHARDED, FLAT) and i not in axes]
-        if others and all(before[i] != (SHARDED, FLAT) for i in axes):
+        others = [i for i, along in enumerate(before) if along == FLAT_SHARDS and i not in axes]
+        if others and all(before[i] != FLAT_SHARDS for i in axes):
             self.find(
                 "shards of another layout", False, op, op.inputs[0], others,
                 f"replicas along {{axes}} have shards of {{t}}, and copies of a shard are gathered over "
@@ -143,7 +148,7 @@ class TypeFindings:
         find, (t, *_) = self.find, op.inputs
         if _is_own_data(before, axes):  # the operand of most reductions
             return False
-        repeated = bool(axes) and reduction in ("add", "square_add") and all(before[i][0] is REPLICATED for i in axes)
+        repeated = bool(axes) and reduction in ("add", "square_add") and all(before[i].kind is REPLICATED for i in axes)
         if repeated:
             find(REPEATED, False, op, t, axes,
                  "{t} is the same on all replicas along {axes}, and is summed over them: the result is as many times "
@@ -153,12 +158,10 @@ class TypeFindings:
             find("mean of a sum", False, op, t, terms,
                  "{t} is a term of a sum over {axes}, and the mean of the terms is taken: the result is as many times "
                  "too small as there are replicas. Write \"add\".")  # fmt: skip
-        for qualifier, flaw in ((TERMS_PLUS_SHARED, "more"), (NONLINEAR_TERMS, "linear")):
-            if reduction == "add" and (
-                spoiled := [i for i in axes if before[i][0] is VARYING and before_reduction(before[i][1]) == qualifier]
-            ):
+        for own, flaw in ((TERMS_PLUS_SHARED, "more"), (NONLINEAR_TERMS, "linear")):
+            if reduction == "add" and (spoiled := [i for i in axes if before[i].own is own]):
                 self.sum_of_flawed_terms(op, t, spoiled, flaw)
-        if cut := [i for i in axes if before[i][0] is SHARDED and before[i][1] is not None and reduction != "max"]:
+        if cut := [i for i in axes if before[i].dimension is not None and reduction != "max"]:
             find(REDUCED_SHARDS, False, op, t, cut,
                  "replicas along {axes} have different pieces of {t}, and these are reduced as if they were terms of a "
                  "sum. Gather them, with `replicated_all_gather`, or reduce over another axis.")  # fmt: skip
@@ -183,8 +186,8 @@ class TypeFindings:
 
     def contradiction(self, op: Op, before: ReplicaType, axes: Sequence[int]) -> None:
         """Find a statement that values are equal, of shards or of terms of a sum."""
-        if wrong := [i for i in axes if before[i][0] in (SHARDED, PARTIAL)]:
-            what = " and ".join(dict.fromkeys(before[i][0].name.lower() for i in wrong))
+        if wrong := [i for i in axes if before[i].kind in (SHARDED, PARTIAL)]:
+            what = " and ".join(dict.fromkeys(before[i].kind.name.lower() for i in wrong))
             self.find(
                 "contradicted statement", True, op, op.inputs[0], wrong,
                 f"{{t}} is said to be the same on all replicas along {{axes}}, and it is {what}.",
@@ -195,12 +198,12 @@ class TypeFindings:
 def own_axes(was: ReplicaType, by: ReplicaType) -> tuple[int, ...]:
     """The axes along which replicas have a variable of their own, or shards along a dimension, and change it by values
     that are equal, terms of a sum, or shards along another dimension; or pieces, and change them by own data."""
-    own = [i for i, along in enumerate(was) if along[0] in (VARYING, SHARDED)]
+    own = [i for i, along in enumerate(was) if along.kind in (VARYING, SHARDED)]
     return tuple(
         i
         for i in own
-        if (by[i] == OWN_DATA if was[i] == (SHARDED, FLAT) else by[i][0] in (REPLICATED, PARTIAL))
-        or (by[i][0] is SHARDED and by[i] != was[i] and was[i] != (SHARDED, FLAT))
+        if (by[i] == OWN_DATA if was[i] == FLAT_SHARDS else by[i].kind in (REPLICATED, PARTIAL))
+        or (by[i].kind is SHARDED and by[i] != was[i] and was[i] != FLAT_SHARDS)
     )
 
 

@@ -14,7 +14,6 @@ from popxl.analysis.replication import (
     Finding,
     Report,
     begins_different,
-    differs_by_own_variables,
     finding,
 )
 from popxl.core.recording import Op
@@ -40,8 +39,8 @@ def seed_lints(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int
         held = [*enumerate(zip(report.types.get(t, ()), report.types.get(seed, ()), strict=False))]
         begun = _seed_variable(seed)
         alike = {i for i in range(len(mesh.sizes)) if begun is not None and not begins_different(mesh, begun, i)}
-        tied = [i for i, (x, s) in held if i in of_data and x[0] is VARYING and (s[0] is REPLICATED or i in alike)]
-        apart = [i for i, (x, s) in held if i in fed_alike and x[0] is REPLICATED and s[0] is VARYING]
+        tied = [i for i, (x, s) in held if i in of_data and x.kind is VARYING and (s.kind is REPLICATED or i in alike)]
+        apart = [i for i, (x, s) in held if i in fed_alike and x.kind is REPLICATED and s.kind is VARYING]
         if tied:
             yield finding(
                 mesh, "same seed", op, seed, tied,
@@ -115,7 +114,7 @@ def _shared_noise(
         seed, size = drawn[noise[0]], max(t.nelms for t in noise)
         others = {t: report.types[t] for t in op.inputs if t not in drawn and t in report.types}
         own = [t for t in others if t.nelms == size > 1]
-        alike = [i for i in of_data if report.types[seed][i][0] <= REPLICATED]
+        alike = [i for i in of_data if report.types[seed][i].kind <= REPLICATED]
         tied = sorted(i for i in alike if any(_is_own_data(others[t][i]) for t in own))
         if tied and seed not in reported:
             reported.add(seed)
@@ -125,13 +124,13 @@ def _shared_noise(
                 f"each replica along {mesh.text(tied)} has its own `{t.path}`, and all combine it with the same random "
                 f"numbers, as `{seed.path}` is the same. Give each replica a seed of its own.",
             )  # fmt: skip
-        elif all(kind <= REPLICATED for held in others.values() for kind, _ in held):
+        elif all(along.kind <= REPLICATED for held in others.values() for along in held):
             drawn |= dict.fromkeys(op.outputs, seed)
 
 
 def _is_own_data(along: AxisType) -> bool:
     """Whether replicas have different values, for reasons other than their variables."""
-    return along[0] is VARYING and not differs_by_own_variables(along)
+    return along.kind is VARYING and along.own is None
 
 
 def _seed_variable(seed: Tensor) -> Variable | None:
@@ -263,7 +262,7 @@ def shards_of_own_values(mesh: Mesh, report: Report) -> Iterator[Finding]:
         (t, *_), load = op.inputs, _source_tensor(op.inputs[0]).producer
         held = report.types[t]
         own = [i for i in mesh.axes_of(op) if op.outputs[0].meta_shape and _is_own_data(held[i])]
-        terms = [i for i in mesh.axes_of(op) if held[i][0] is PARTIAL]
+        terms = [i for i in mesh.axes_of(op) if held[i].kind is PARTIAL]
         if (own or terms) and load is not None and not load.kind.exchange:
             what = "a term of a sum," if terms else "its own"
             yield finding(

@@ -8,7 +8,7 @@ import pytest
 import popxl
 from popxl.analysis.op_effects import result_types
 from popxl.analysis.propagation import propagate
-from popxl.analysis.replication import PARTIAL, REPLICATED, SHARDED, AxisType
+from popxl.analysis.replication import PARTIAL, REPLICATED, SAME, SHARDED, SHARDS, SUM, AxisType
 from popxl.core.tracing import needed
 from popxl.op import Op
 from popxl.transforms import autodiff
@@ -25,7 +25,6 @@ from tests.popxl.ops.rows.var_updates import VAR_UPDATES
 from tests.popxl.ops.rows.windows import WINDOWS
 from tests.popxl.ops.test_rows import arrays_of, nested, wanted_of
 
-SAME: AxisType = (REPLICATED, None)
 DECLARED = [*ELEMENTWISE, *CONVERT, *INDEX, *REDUCE, *SHAPE, *NN, *NORM, *RANDOM, *VAR_UPDATES, *WINDOWS]
 TELLING = "add div gelu sum reshape transpose matmul attention scaled_add swish".split()
 
@@ -52,10 +51,10 @@ def given_types(op: Op) -> Iterator[list[AxisType]]:
     for t in op.inputs:
         for d in range(t.rank):
             if t.shape[d] > 1:
-                yield [(SHARDED, d) if other is t else SAME for other in op.inputs]
-                yield [(SHARDED, d) if other.shape == t.shape else SAME for other in op.inputs]
-        yield [(PARTIAL, None) if other is t else SAME for other in op.inputs]
-    yield [(PARTIAL, None)] * len(op.inputs)
+                yield [AxisType(SHARDED, d) if other is t else SAME for other in op.inputs]
+                yield [AxisType(SHARDED, d) if other.shape == t.shape else SAME for other in op.inputs]
+        yield [SUM if other is t else SAME for other in op.inputs]
+    yield [SUM] * len(op.inputs)
 
 
 def disagreements(op: Op) -> Iterator[str]:
@@ -68,12 +67,10 @@ def disagreements(op: Op) -> Iterator[str]:
     for given in given_types(op):
         ruled, flaws = result_types(op, given)
         traced, traced_flaws = propagate(jaxpr, [each for each, is_used in zip(given, used, strict=True) if is_used])
-        if any(kind is PARTIAL for kind, _ in given):
+        if any(along.kind is PARTIAL for along in given):
             agree = bool(flaws) or not traced_flaws
         else:
-            agree = all(
-                a == b or b == (SHARDED, None) or b[0] <= REPLICATED for a, b in zip(ruled, traced, strict=False)
-            )
+            agree = all(a == b or b == SHARDS or b.kind <= REPLICATED for a, b in zip(ruled, traced, strict=False))
         if not agree:
             yield f"{op} of {given}: {ruled} {flaws}, and its jaxpr says {traced} {traced_flaws}"
 

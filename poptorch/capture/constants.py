@@ -232,3 +232,14 @@ def _base_and_offset(value: Value, buffers: dict[Value, torch.Tensor]) -> tuple[
 def _known_integer(given: Any, buffers: dict[Value, torch.Tensor]) -> int | None:
     numbers = numbers_of(given, buffers) if isinstance(given, Value) else given
     return None if numbers is None else int(numbers)
+
+
+def constant_data(value: Value) -> torch.Tensor | None:
+    """Constant data of a value from the host or without computation; `None` for device results."""
+    made_by = value.made_by
+    while made_by is not None and made_by.op in ("aten.lift_fresh", "aten.detach", "aten.alias"):
+        made_by = made_by.inputs[0].made_by
+    data = made_by.arguments.get("data") if made_by is not None else None
+    if isinstance(data, Data):
+        return data.tensor
+    return numbers_of(value, {}) if value.is_on_host else None

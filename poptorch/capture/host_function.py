@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from poptorch.base.dtypes import from_numpy, to_device_dtype, to_numpy
 from poptorch.base.leaves import Structure
 from poptorch.base.structures import structure_of
+from poptorch.capture.trace import Trace
 from poptorch.errors import createPoptorchError
 
 
@@ -59,3 +60,10 @@ class HostFunction:
                 "zeros, and has to always."
             )
         return found
+
+
+def host_functions_of(trace: Trace) -> Iterator[HostFunction]:
+    """Host functions called by a captured function."""
+    for node in trace.all_nodes():
+        if node.op == "poptorch.cpu":
+            yield node.arguments["function"]

@@ -160,6 +160,13 @@ class Trace:
     is_recomputed: bool = False
     is_part: bool = False
 
+    def all_nodes(self) -> Iterator[Node]:
+        """Iterate over ops, including those of nested functions."""
+        for node in self.nodes:
+            yield node
+            for inner in node.traces:
+                yield from inner.all_nodes()
+
     def is_like(self, other: Trace) -> bool:
         """Whether another trace performs equal ops on equal numbers, disregarding nested functions."""
         return self._structural_key() == other._structural_key()

@@ -6,7 +6,6 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,19 +15,17 @@ import torch
 import popxl
 from poptorch.base.carried import HiddenValueAccess
 from poptorch.base.logging_ import logger
-from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.model import Captured
-from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.program.request import ProgramRequest
 from poptorch.program.returned import Returned
 from poptorch.run import weight_values
 from poptorch.run.arguments import Signature
-from poptorch.run.captured import ModelCapture, layouts_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.graph_breaks import BrokenGraph
 from poptorch.run.host_model import HostModel
+from poptorch.run.model_capture import ModelCapture
 from poptorch.run.program_compilation import compile_captured
 from poptorch.run.subgraphs import ExecutionPath
 from poptorch.run.trained_graph_breaks import TrainedBrokenGraph
@@ -77,11 +74,11 @@ def compiled_model(
         groupings,
         _anchors(options, trainer.names() if trainer is not None else ()),
     )
-    capture = ModelCapture(model, options, update is not None, has_fewer_rows=whole is not None)
-    captures = _ModelCaptures(capture, request.batching, None if whole is None else tuple(whole.host_numbers))
+    counts = None if whole is None else tuple(whole.host_numbers)
+    capture = ModelCapture(model, options, request.batching, update is not None, counts, whole is not None)
     carries_numbers = whole is not None and whole.signature.carries_numbers
     signature_of = partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers)
-    signature, path = _hiding(signature_of, partial(captures.first, args, kwargs))
+    signature, path = _capture_hiding(signature_of, partial(capture.first, args=args, kwargs=kwargs))
     if whole is None:
         signature.tell_of_dicts()
     _check_apart(model, path.captured, () if update is None else update.names)
@@ -90,77 +87,54 @@ def compiled_model(
 
         def capture_again(tensors: Sequence[torch.Tensor], results: Sequence[Any]) -> ExecutionPath:
             with compiling(), attributes.restored():
-                return captures.path(signature, tensors, results)
+                return capture.again(signature, tensors, results)
 
         kind = BrokenGraph if update is None else TrainedBrokenGraph
         return kind(capture_again, path, signature, request, read)
     return compile_captured(ir, path.captured, path.structure, signature, request, read())
 
 
-@dataclass
-class _ModelCaptures:
-    """Captures of a model for one compilation. The first one decides the layouts of tensors."""
-
-    capture: ModelCapture
-    batching: Batching
-    counts: Collection[str] | None
-    layouts: Sequence[TensorLayout] = ()
-
-    def first(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> ExecutionPath:
-        """Capture for the arguments of a call."""
-        tensors = signature.check(args, kwargs)
-        self.layouts = layouts_of(tensors, signature, self.batching)
-        return self.path(signature, tensors, ())
-
-    def path(self, signature: Signature, tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> ExecutionPath:
-        """Capture for given tensors, and results of the first graph breaks."""
-        micro_batches = self.batching.micro_batches * self.batching.groups.replicas
-        breaks = None
-        if self.capture.options.kept_programs > 1:
-            breaks = GraphBreaks(tensors, answers, self.capture.training, micro_batches)
-        return self.capture(signature, self.layouts, breaks, () if answers else self.counts)
-
-
-_MOST_LOOKS = 4
+_MAX_HIDDEN_CAPTURES = 4
 """Maximum number of captures with hidden values, before all are visible."""
 
+_SignatureOf = Callable[[Collection[str] | None], Signature]
+"""Function that returns a signature, from the names of inspected values; `None` for all."""
 
-def _hiding(
-    signature_of: Callable[[Collection[str] | None], Signature], capture: Callable[[Signature], ExecutionPath]
+
+def _capture_hiding(
+    signature_of: _SignatureOf, capture: Callable[[Signature], ExecutionPath]
 ) -> tuple[Signature, ExecutionPath]:
-    """Capture a model, hiding non-tensor values that it does not read.
-
-    Args:
-        signature_of: function that returns a signature, from the names of inspected values; `None` for all.
-    """
-    signature, path, known = _hidden(signature_of, capture)
-    shown = signature_of(None)
-    return (signature, path) if path is not None else (shown, known or capture(shown))
+    """Capture a model, hiding the values beside tensors that it does not inspect, if that makes no difference."""
+    signature, hidden, visible = _try_hiding(signature_of, capture)
+    if hidden is not None:
+        return signature, hidden
+    signature = signature_of(None)
+    return signature, visible or capture(signature)
 
 
-def _hidden(
-    signature_of: Callable[[Collection[str] | None], Signature], capture: Callable[[Signature], ExecutionPath]
+def _try_hiding(
+    signature_of: _SignatureOf, capture: Callable[[Signature], ExecutionPath]
 ) -> tuple[Signature, ExecutionPath | None, ExecutionPath | None]:
     """The capture with hidden values, if equivalent to the capture with visible values, and the latter."""
-    looked_at: set[str] = set()
+    inspected: set[str] = set()
     has_numbers: set[str] = set()
-    for _ in range(_MOST_LOOKS):
-        signature = signature_of(looked_at)
+    for _ in range(_MAX_HIDDEN_CAPTURES):
+        signature = signature_of(inspected)
         if not signature.carries:
             return signature, (path := capture(signature)), path
         try:
             path = capture(signature)
-        except HiddenValueAccess as look:
-            looked_at |= {look.name, *({look.numbers} & has_numbers)}  # two usually mean more
-            has_numbers |= {look.numbers} - {""}
+        except HiddenValueAccess as access:
+            inspected |= {access.name, *({access.numbers} & has_numbers)}  # two usually mean more
+            has_numbers |= {access.numbers} - {""}
         except Exception:  # any error: code that is not written in Python may have received a hidden value
             logger.debug("Values beside tensors are a part of the program.", exc_info=True)
             break
         else:
-            known = capture(signature_of(None))
+            visible = capture(signature_of(None))
             # Paths may inspect different values, and checks of a `type` go unnoticed.
-            is_same = not known.breaks and known.captured.trace.is_like(path.captured.trace)
-            return signature, path if is_same else None, known
+            is_same = not visible.breaks and visible.captured.trace.is_like(path.captured.trace)
+            return signature, path if is_same else None, visible
     return signature, None, None
 
 
@@ -180,11 +154,9 @@ def carries(
     if not (widest := signature_of(())).carries or not widest.fits(*first):
         return False
 
-    def capture(signature: Signature) -> ExecutionPath:
-        layouts = layouts_of(signature.check(args, kwargs), signature, compiled.batching)
-        return ModelCapture(model, options, training)(signature, layouts, counts=list(compiled.host_numbers))
-
-    signature, path, _ = _hidden(signature_of, capture)
+    counts = list(compiled.host_numbers)
+    capture = ModelCapture(model, options, compiled.batching, training, counts, may_split=False)
+    signature, path, _ = _try_hiding(signature_of, partial(capture.first, args=args, kwargs=kwargs))
     if path is None or not signature.fits(*first):
         return False
     compiled.signature, compiled.structure = signature, path.structure

@@ -29,6 +29,7 @@ from poptorch.base.host_numbers import Number
 from poptorch.base.leaves import Structure
 from poptorch.base.logging_ import Warned
 from poptorch.base.outputs import OutputStructure
+from poptorch.capture.constants import constant_data
 from poptorch.capture.graph_breaks import GraphBreak
 from poptorch.capture.model import Captured
 from poptorch.capture.tensor_layout import overwrite
@@ -37,7 +38,6 @@ from poptorch.errors import createPoptorchError
 from poptorch.program.program_io import ProgramIO
 from poptorch.program.request import ProgramRequest
 from poptorch.run.arguments import Signature
-from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.program_compilation import compile_captured
 from poptorch.run.subgraphs import Call, Content, ExecutionPath, IdentifiedPath, Subgraph, partition
@@ -146,7 +146,7 @@ class BrokenGraph:
     def _contents(self, path: IdentifiedPath, before: Sequence[Content | None]) -> list[Content]:
         """Contents of the subgraphs of a path, given their previous ones."""
         outputs = [*path.outputs, *path.captured.written.values()]
-        return partition(path, before, {value for value in outputs if constant_of(value) is None})
+        return partition(path, before, {value for value in outputs if constant_data(value) is None})
 
     def _compile(self, path: IdentifiedPath, content: Content, number: int = 0) -> Compiled:
         """Compile a subgraph. Its number offsets the seed: earlier programs draw different random numbers."""
@@ -269,7 +269,7 @@ class BrokenGraph:
         captured = path.captured
 
         def numbers(value: Value) -> torch.Tensor:
-            constant = constant_of(value)
+            constant = constant_data(value)
             return constant.clone() if constant is not None else call.known[path.id_of(value)]
 
         with torch.no_grad():

@@ -136,9 +136,10 @@ class ModelLifecycle(ModelProxy):
         self.copyWeightsToHostIfNeeded()
         hooks.pre_compile()
         options, read = for_fewer_rows(self._options, run.batching), self._weights.lazy.read_values
-        of_run = self._host, run.args, run.kwargs, options, self._trainer, read
         with compiling(), self._attributes.restored(), progress_bar(options.show_compilation_progress_bar):
-            compiled = compiled_model(*of_run, whole=self._required)
+            compiled = compiled_model(
+                self._host, run.args, run.kwargs, options, self._trainer, read, whole=self._required
+            )
         compiled.attach(read())
         hooks.post_compile()
         return compiled

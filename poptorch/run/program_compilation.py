@@ -8,6 +8,8 @@ import numpy as np
 
 import popxl
 from poptorch.base.leaves import Structure
+from poptorch.capture.constants import constant_data
+from poptorch.capture.host_function import host_functions_of
 from poptorch.capture.model import Captured
 from poptorch.capture.trace import Value
 from poptorch.enums import OutputMode
@@ -15,7 +17,6 @@ from poptorch.program.program import Program
 from poptorch.program.request import ProgramRequest
 from poptorch.program.returned import Returned
 from poptorch.run.arguments import Signature
-from poptorch.run.captured import constant_of, host_functions_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.devices import chosen_device
 
@@ -36,7 +37,7 @@ def compile_captured(
     options = request.options
     mode, period = options.output_mode, options.output_return_period
     outputs = captured.trace.outputs
-    constants = {i: data for i, value in enumerate(outputs) if (data := constant_of(value)) is not None}
+    constants = {i: data for i, value in enumerate(outputs) if (data := constant_data(value)) is not None}
     returned = [
         Returned(value, OutputMode.All) if _is_all_returned(value) else Returned(value, mode, period)
         for i, value in enumerate(outputs)

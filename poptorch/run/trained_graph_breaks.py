@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from poptorch.capture.constants import constant_data
 from poptorch.capture.losses import final_loss
 from poptorch.capture.trace import Trace, Value
 from poptorch.errors import Error, createPoptorchError
 from poptorch.lowering.emission import drawing
 from poptorch.program.program_io import ProgramIO
-from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.graph_breaks import BrokenGraph
 from poptorch.run.subgraphs import Call, Content, IdentifiedPath, Subgraph, is_constant, partition
@@ -58,7 +58,7 @@ class TrainedBrokenGraph(BrokenGraph):
         nodes = Trace(nodes=[node for node in trace.nodes if id(node) not in known]).without_unused(needed)
         made = {id(value) for node in nodes for value in node.results}
         used = dict.fromkeys([*(value for node in nodes for value in node.inputs), *needed])
-        others = [value for value in used if id(value) not in made and constant_of(value) is None]
+        others = [value for value in used if id(value) not in made and constant_data(value) is None]
         inputs = [value for value in others if path.id_of(value)[0] in ("op", "graph break")]
         twice = {id(node) for node in nodes} & set(map(id, of_operands))
         for node in nodes:

@@ -45,7 +45,7 @@ OURS, COMPILED = "poptorch", "torch.compile"
 WAYS = ("inference", "training")
 BEGIN, END = "<!-- first calls: written by tests/benchmarks/first_call.py -->", "<!-- first calls: end -->"
 PHASES = {
-    "capture": ("poptorch.run.captured.capture",),
+    "capture": ("poptorch.run.model_capture.capture",),
     "building": ("poptorch.run.program_compilation.Program",),
     "tracing": ("runtime.program.compiled.lower", "runtime.plan.segments.lower"),
 }

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import popxl
-from poptorch.base.dtypes import device_dtype, from_numpy, to_numpy
+from poptorch.base.dtypes import to_numpy
 from poptorch.base.host_numbers import HostNumbers, Number
 from poptorch.base.leaves import Structure
 from poptorch.base.logging_ import logger
@@ -25,10 +25,10 @@ from poptorch.capture.captured_constants import CapturedConstant
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.tensor_layout import overwrite
 from poptorch.errors import Error, createPoptorchError
-from poptorch.program.batching import Feeder
-from poptorch.program.program_io import ProgramIO, Result
+from poptorch.program.program_io import ProgramIO
 from poptorch.program.request import ProgramRequest
 from poptorch.run.arguments import Signature
+from poptorch.run.row_layout import RowLayout
 from poptorch.run.timings import Times
 from popxl.errors import DeviceError, PopxlRuntimeError
 from popxl.extend.targets import Outputs
@@ -89,25 +89,12 @@ class Compiled:
         for function in functions:
             function.problems = self._problems
         self._run = self._run_exclusive if self._checks or functions else session.run
-        self._feeder = Feeder(self.batching)
         self._numbers: dict[popxl.HostToDeviceStream, np.ndarray] = {}
         self._run_lock = threading.Lock()
-        self._inputs = [
-            (i, stream, leaf.dtype is device_dtype(leaf.dtype), self._shape_of_rows(leaf.shape))
-            for i, stream in io.inputs.items()
-            for leaf in (signature.leaves[i],)
-        ]
-        self._outputs = [
-            (result.stream, self._has_leading_dims(result), self._shape_of_result(result)) for result in io.outputs
-        ]
         self._anchors = [result.anchor for result in io.outputs if result.anchor]
         self._count = len(io.outputs) - len(self._anchors) - len(rewritten)
-        replicas = self.batching.groups.replicas
-        self._steps = (
-            [self.batching.micro_batches * replicas] * len(io.inputs),
-            [result.count * replicas for result in io.outputs[: self._count]],
-        )
-        self.times = Times(*self._steps)
+        self._rows = RowLayout(self.batching, signature.leaves, io, self._count)
+        self.times = Times(*self._rows.steps)
 
     # Running --------------------------------------------------------------------------------------------------------
 
@@ -134,27 +121,20 @@ class Compiled:
             self._check_apart(tensors)
         asked = perf_counter()
         feeds: dict[popxl.HostToDeviceStream, Any] = self._numbers | self._number_feeds()
-        for i, stream, is_same, shape in self._inputs:
-            t = tensors[i]
-            is_array = t.layout is torch.strided and t.is_contiguous() and not t.is_meta
-            if is_same and shape is not None and is_array and not t.requires_grad:
-                feeds[stream] = as_array(t).reshape(shape)
-            else:
-                feeds[stream] = self._fed(t, self.signature.leaves[i].name)
+        feeds.update(self._rows.feeds(tensors))
         given = ready = perf_counter()
         try:
             fetched = self._zeros(self._run(feeds)) if self._is_synthetic else self._run(feeds)
             results: list[torch.Tensor] = []
-            for output, has_leading, shape in self._outputs:
-                array = fetched[output]
+            for result in self._rows.results(fetched):
                 if not results:
                     ready = perf_counter()
-                if has_leading:
-                    array = array.swapaxes(0, 1)
-                results.append(from_numpy(array.reshape(shape)))
+                results.append(result)
         except DeviceError as problem:
             raise Error(str(problem), "popxl_runtime_error") from problem
-        self.times = Times(*self._steps, asked, given, ready, perf_counter())  # one assignment: other threads do so too
+        self.times = Times(
+            *self._rows.steps, asked, given, ready, perf_counter()
+        )  # one assignment: other threads do so too
         return results
 
     def _check_apart(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -168,31 +148,6 @@ class Compiled:
                         f"wrapped model each argument is a tensor of its own, so {name} would not change with it. Give "
                         "it a copy: `tensor.clone()`."
                     )
-
-    def _fed(self, t: torch.Tensor, name: str) -> np.ndarray:
-        """Convert a tensor to the program's input layout, with each replica's rows contiguous."""
-        array = self._feeder.array(t, name)
-        return array.swapaxes(0, 1) if self._has_both_dims else array
-
-    @property
-    def _has_both_dims(self) -> bool:
-        """Whether arrays have both a micro-batch and a replica dimension."""
-        return self.batching.micro_batches > 1 and self.batching.groups.replicas > 1
-
-    def _shape_of_rows(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """The program's input shape for a tensor; `None` if a reshape alone is insufficient."""
-        if self.batching.groups.size > 1 or self._has_both_dims:
-            return None
-        return self.batching.deal(np.empty(shape, np.bool)).shape
-
-    def _has_leading_dims(self, result: Result) -> bool:
-        """Whether device outputs have leading replica and micro-batch dimensions, in that order."""
-        return self.batching.groups.replicas > 1 and len(result.stream.shape) > len(result.shape)
-
-    def _shape_of_result(self, result: Result) -> tuple[int, ...]:
-        """Shape of a call result."""
-        leading = [n for n in (result.count, self.batching.groups.replicas) if n > 1]
-        return self.batching.join(np.empty((*leading, *result.shape), np.bool), result.shape).shape
 
     def rebuilt(self, tensors: Sequence[torch.Tensor], results: list[torch.Tensor], objects: Sequence[Any]) -> Any:
         """Assemble a call's result from raw program outputs, and write back arguments overwritten by `forward`.
@@ -227,7 +182,8 @@ class Compiled:
         """Wait for a run, and return zeros instead of its outputs: reading them would cause a transfer."""
         if isinstance(outputs, Outputs):
             outputs.wait()
-        return {s: np.zeros(self.session.host_shape(s), s.dtype.as_numpy()) for s, *_ in self._outputs}
+        streams = [result.stream for result in self.io.outputs]
+        return {s: np.zeros(self.session.host_shape(s), s.dtype.as_numpy()) for s in streams}
 
     def _warn_of_changed_constants(self) -> None:
         """Warn once per changed host tensor that its change has no effect: the program contains its numbers."""
@@ -249,7 +205,7 @@ class Compiled:
         with self._run_lock, self.session.debugging() if self._checks else nullcontext():
             try:
                 fetched = self.session.run(feeds)
-                found = {stream: fetched[stream] for stream, *_ in self._outputs}
+                found = {result.stream: fetched[result.stream] for result in self.io.outputs}
             finally:
                 problems = self._problems.copy()
                 self._problems.clear()

@@ -49,7 +49,9 @@ from poptorch.run.arguments import Signature
 from poptorch.run.compiled import Compiled
 from poptorch.run.devices import chosen_device
 from poptorch.run.host_model import HostModel
-from poptorch.run.serialization import OptimizerData, from_data, options_from_data, options_to_data, to_data
+from poptorch.run.optimizer_data import OptimizerData
+from poptorch.run.saved_options import options_from_data, options_to_data
+from poptorch.run.serialization import from_data, to_data
 from poptorch.run.trainer import Trainer
 from popxl.errors import PopxlError
 from popxl.extend.files import pack, replace_file, unpack

@@ -9,27 +9,21 @@ or a dataclass with the same name and fields, a plain tuple, list or dictionary.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import sys
 from collections import OrderedDict, namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict
 
-from poptorch import enums, optim
+from poptorch import enums
 from poptorch.base.custom_types import parser_of
 from poptorch.errors import createPoptorchError
-from poptorch.options import Anchor, Options, TensorLocationSettings
-from poptorch.placement.strategies import _IExecutionStrategy
-from poptorch.program.rules import CYCLED, RULES, classes_of
-from poptorch.settings.setting import OptionsDict, Setting
-from popxl.options import OF_THE_RUN
+from poptorch.options import Anchor, TensorLocationSettings
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -221,129 +215,3 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
     return found
-
-
-# Options --------------------------------------------------------------------------------------------------------------
-
-_OF_THE_PROCESS = ("Distributed.",)  # set by the environment
-
-
-def options_to_data(options: Options) -> dict[str, Any]:
-    """Serialize options. The execution strategy is omitted: the program already contains block placement.
-
-    Options of the machine are omitted, too: they belong to the process that runs the model.
-    """
-    return {
-        name: to_data(_without_the_run(value) if name == _OF_SESSIONS else value, f"options.{name}")
-        for name, value in options._dotted()
-        if not (isinstance(value, _IExecutionStrategy) or name.startswith(_OF_THE_PROCESS) or _is_of_the_run(name))
-    }
-
-
-_OF_SESSIONS = "_Popart.options"
-
-
-def _without_the_run(session_options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in session_options.items() if name not in OF_THE_RUN}
-
-
-def _is_of_the_run(name: str) -> bool:
-    declared = Options._declared().get(name)
-    return isinstance(declared, Setting) and declared.of_the_run
-
-
-def options_from_data(data: Mapping[str, Any]) -> Options:
-    """Deserialize `options_to_data` output.
-
-    Raises:
-        ValueError, AttributeError, AssertionError: if they are no options.
-    """
-    options = Options()
-    for name, value in data.items():
-        if _is_of_the_run(name) or (name == _OF_SESSIONS and OF_THE_RUN & from_data(value).keys()):
-            raise ValueError(f"the option {name} is for who runs the model")
-        path, _, last = name.rpartition(".")
-        group: OptionsDict = options._values()[path] if path else options
-        group._set(**{last: from_data(value)})
-    return options
-
-
-# Optimisers -----------------------------------------------------------------------------------------------------------
-
-_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    f"{'poptorch' if issubclass(kind, optim.Optimizer) else 'torch'}.{kind.__name__}": kind
-    for rule in RULES.values()
-    for kind in classes_of(rule)
-}
-
-
-class OptimizerData(BaseModel):
-    """A serialized optimiser: hyperparameters, and names of trained parameters.
-
-    Attributes:
-        kind: class of the optimiser; for a user's class, its base class.
-        numbers: arguments of its constructor.
-        groups: the numbers of each parameter group, with the names of its `"params"`.
-        variable: names of variable hyperparameters, for optimisers of poptorch.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    kind: str
-    numbers: dict[str, Any]
-    groups: list[dict[str, Any]]
-    variable: list[str] = []
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> OptimizerData:
-        """Serialize an optimiser's current hyperparameters.
-
-        Args:
-            optimizer: optimiser of a class that models can be trained with.
-            parameters: parameters of the model, by name. Others are left out.
-        """
-        kind = next(name for c in type(optimizer).__mro__ for name, known in _CLASSES.items() if c is known)
-        names = {id(p): name for name, p in parameters.items()}
-        accepted = inspect.signature(_CLASSES[kind]).parameters
-        own = {name: value for name, value in vars(optimizer).items() if name in getattr(optimizer, "_own", ())}
-        numbers = optimizer.defaults | own
-        attributes = getattr(optimizer, "variable_attrs", None)
-        return cls(
-            kind=kind,
-            numbers={n: to_data(_plain(v), f"the optimizer's {n}") for n, v in numbers.items() if n in accepted},
-            groups=[
-                {
-                    name: [names[id(p)] for p in value if id(p) in names]
-                    if name == "params"
-                    else to_data(_plain(value), f"the optimizer's {name}")
-                    for name, value in group.items()
-                    if name in accepted or name in ("params", "decoupled_weight_decay", CYCLED)
-                }
-                for group in optimizer.param_groups
-            ],
-            variable=[n for n in accepted if attributes and n in attributes and not attributes.isConstant(n)],
-        )
-
-    def make(self, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
-        """Create an optimiser with these hyperparameters, for the given parameters.
-
-        Raises:
-            KeyError: for a missing parameter, or an unknown class.
-        """
-        groups = [
-            {n: [parameters[p] for p in value] if n == "params" else from_data(value) for n, value in group.items()}
-            for group in self.groups
-        ]
-        numbers = {name: from_data(value) for name, value in self.numbers.items()}
-        optimizer = _CLASSES[self.kind](groups, **numbers)
-        if isinstance(optimizer, optim.Optimizer):
-            attributes = optimizer.variable_attrs
-            for name in inspect.signature(_CLASSES[self.kind]).parameters:
-                if name in attributes:
-                    (attributes.markAsVariable if name in self.variable else attributes.markAsConstant)(name)
-        return optimizer
-
-
-def _plain(value: Any) -> Any:
-    """Convert a scalar tensor to a Python number."""
-    return value.item() if isinstance(value, torch.Tensor) else value

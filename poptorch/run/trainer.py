@@ -20,9 +20,9 @@ from poptorch.program.rules import rule_of
 from poptorch.program.state_layout import LOSS_SCALE_FACTOR
 from poptorch.program.updates import Update
 from poptorch.run.compiled import Compiled
+from poptorch.run.optimizer_data import OptimizerData
 from poptorch.run.optimizer_state import OptimizerState, device_state_of
 from poptorch.run.program_state import ProgramState
-from poptorch.run.serialization import OptimizerData
 from poptorch.run.trained_graph_breaks import TrainedBrokenGraph
 
 Settings = tuple[list[Any], list[dict[str, Any]], list[int]]

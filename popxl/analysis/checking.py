@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from popxl.analysis.inference import infer
 from popxl.analysis.lints import drifting
-from popxl.analysis.outliers import outliers
-from popxl.analysis.replication import Finding, Report
+from popxl.analysis.replicas.inference import infer
+from popxl.analysis.replicas.outliers import outliers
+from popxl.analysis.replicas.report import Finding, Report
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op

@@ -13,7 +13,7 @@ from itertools import compress
 from operator import or_
 from typing import Literal
 
-from popxl.analysis.op_effects import is_linear
+from popxl.analysis.replicas.op_effects import is_linear
 from popxl.core.aliasing import storages
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor

@@ -15,9 +15,9 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from popxl.analysis.dataflow import INPUTS, PER_RUN, EffectsPass, GraphEffects, UnreadChange, bind_inputs
-from popxl.analysis.inference import infer
 from popxl.analysis.placement import crossing_updates
-from popxl.analysis.replication import Report
+from popxl.analysis.replicas.inference import infer
+from popxl.analysis.replicas.report import Report
 from popxl.base.pages import listed
 from popxl.base.source import SourceLocation, warn_at
 from popxl.context import user_frame

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import popxl
 from popxl.analysis.checking import check
-from popxl.analysis.inference import infer
+from popxl.analysis.replicas.inference import infer
 from popxl.extend.graphs import reachable
 from popxl_addons.layers import LanguageConfig
 from tests.mutants.programs import DATA, GPT, LLAMA, MESH, Language, Net, adamw, kit

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import popxl
-from popxl.analysis.op_effects import result_types
-from popxl.analysis.propagation import propagate
-from popxl.analysis.replication import PARTIAL, REPLICATED, SAME, SHARDED, SHARDS, SUM, AxisType
+from popxl.analysis.replicas.axis_types import PARTIAL, REPLICATED, SAME, SHARDED, SHARDS, SUM, AxisType
+from popxl.analysis.replicas.op_effects import result_types
+from popxl.analysis.replicas.propagation import propagate
 from popxl.core.tracing import needed
 from popxl.op import Op
 from popxl.transforms import autodiff

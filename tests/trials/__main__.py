@@ -26,7 +26,7 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ.get
 
 import popxl
 from popxl.analysis.checking import check
-from popxl.analysis.replication import Finding
+from popxl.analysis.replicas.report import Finding
 from popxl.errors import PopxlError
 from popxl.testing import Comparison, compare
 from tests.trials.families import FAMILIES

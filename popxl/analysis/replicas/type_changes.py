@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from popxl.analysis.replication import (
+from popxl.analysis.replicas.axis_types import (
     AGAIN,
     FLAT,
     FLAT_SHARDS,

@@ -10,32 +10,28 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from popxl import dtypes
-from popxl.analysis.means import constant_number
 from popxl.analysis.mesh import Mesh, mesh_of
-from popxl.analysis.op_effects import makes_zero, op_effect, propagated_axes, result_types
-from popxl.analysis.op_index import index_ops
-from popxl.analysis.reduced_values import is_of_replicas
-from popxl.analysis.replication import (
+from popxl.analysis.replicas.axis_types import (
     LITERAL,
     NOT_KNOWN,
     OWN,
     OWN_DATA,
     REDUCED,
-    REPEATED,
     REPEATED_SUM,
     REPLICATED,
     SAME,
     ZEROS,
     AxisType,
     ReplicaType,
-    Report,
     join,
     join_all,
     join_axis,
-    reduction,
-    variable_types,
 )
-from popxl.analysis.type_changes import (
+from popxl.analysis.replicas.means import constant_number, is_of_replicas
+from popxl.analysis.replicas.op_effects import makes_zero, op_effect, propagated_axes, result_types
+from popxl.analysis.replicas.op_index import index_ops
+from popxl.analysis.replicas.report import REPEATED, Report, reduction
+from popxl.analysis.replicas.type_changes import (
     diverged_axes,
     exchanged_type,
     has_known_dimensions,
@@ -47,7 +43,8 @@ from popxl.analysis.type_changes import (
     repeated_axes,
     stacked_type,
 )
-from popxl.analysis.type_findings import TypeFindings, own_axes
+from popxl.analysis.replicas.type_findings import TypeFindings, own_axes
+from popxl.analysis.replicas.variable_types import variable_types
 from popxl.core.aliasing import add_alias
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import is_call, is_loop

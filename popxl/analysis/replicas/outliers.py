@@ -10,31 +10,19 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 
-from popxl.analysis.means import constant_number, share_of_mean
 from popxl.analysis.mesh import Mesh
-from popxl.analysis.reduced_values import (
+from popxl.analysis.replicas.axis_types import OWN_DATA, PARTIAL, REPLICATED, SAME, VARYING, is_term
+from popxl.analysis.replicas.means import constant_number, is_of_replicas, share_of_mean
+from popxl.analysis.replicas.reduced_values import (
     LINEAR,
     ReducedValue,
     Stored,
     Update,
-    is_of_replicas,
     reduced_values,
     scaled,
 )
-from popxl.analysis.replication import (
-    OWN_DATA,
-    PARTIAL,
-    REDUCED_SHARDS,
-    REPLICATED,
-    SAME,
-    VARYING,
-    Finding,
-    Report,
-    begins_different,
-    finding,
-    is_term,
-)
-from popxl.analysis.value_lints import (
+from popxl.analysis.replicas.report import REDUCED_SHARDS, Finding, Report, finding
+from popxl.analysis.replicas.value_lints import (
     fed_by_all,
     noise_lints,
     seed_lints,
@@ -43,6 +31,7 @@ from popxl.analysis.value_lints import (
     transposed_weights,
     unread_batches,
 )
+from popxl.analysis.replicas.variable_types import begins_different
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.core.traits import is_call

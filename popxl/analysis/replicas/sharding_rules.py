@@ -1,7 +1,7 @@
 """Types of the results of an operation, by its sharding rule, along one axis of replicas.
 
 A rule comes from the declaration of an op (`popxl.core.traits.ShardingRule`), or from an equation of a jaxpr
-(`popxl.analysis.propagation`).
+(`popxl.analysis.replicas.propagation`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from popxl.analysis.replication import (
+from popxl.analysis.replicas.axis_types import (
     FLAT,
     FLAT_SHARDS,
     NONLINEAR_TERMS,

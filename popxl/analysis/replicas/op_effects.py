@@ -1,7 +1,7 @@
-"""What an op makes of shards and of terms of a sum, remembered for all ops of the same signature.
+"""Effects of an op on shards and on terms of a sum, remembered for all ops of the same signature.
 
-The sharding rule of the op's declaration says it; for an op without one, `popxl.analysis.propagation` follows the
-jaxpr of its function.
+The sharding rule of its declaration states them; for an op without one, `popxl.analysis.replicas.propagation` follows
+the jaxpr of its function.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from popxl.analysis.propagation import propagate
-from popxl.analysis.replication import (
+from popxl.analysis.replicas.axis_types import (
     NEVER,
     NOT_KNOWN,
     ONCE,
@@ -27,7 +26,8 @@ from popxl.analysis.replication import (
     ReplicaType,
     join_axis,
 )
-from popxl.analysis.sharding_rules import Flaws, Propagated, Rule, covers, types_by_rule
+from popxl.analysis.replicas.propagation import propagate
+from popxl.analysis.replicas.sharding_rules import Flaws, Propagated, Rule, covers, types_by_rule
 from popxl.core.declaration import OpKind, holds_graph
 from popxl.core.recording import Op
 from popxl.core.tracing import needed

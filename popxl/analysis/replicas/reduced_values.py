@@ -5,13 +5,12 @@ They are followed through linear ops, calls, and accumulators.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from popxl.analysis.means import constant_number
-from popxl.analysis.replication import Report
+from popxl.analysis.replicas.means import constant_number, is_of_replicas
+from popxl.analysis.replicas.report import Report
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
@@ -215,8 +214,3 @@ def _reduced(op: Op, report: Report) -> ReducedValue:
     if not factor or not is_of_replicas(factor, op.attributes["group_size"], *sizes):
         return ReducedValue((op,))
     return ReducedValue((op,), factor=factor if scale.op_type == "Mul" else 1 / factor, scaled=scale)
-
-
-def is_of_replicas(ratio: float, *counts: int) -> bool:
-    """Whether a ratio equals a replica count or its inverse."""
-    return any(n > 1 and math.isclose(number, n, rel_tol=1e-4) for n in counts for number in (ratio, 1 / ratio))

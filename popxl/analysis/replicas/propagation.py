@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from popxl.analysis.replication import REPLICATED, SAME, SHARDED, ZEROS, AxisType
-from popxl.analysis.sharding_rules import Flaws, Propagated, Rule, types_by_rule
+from popxl.analysis.replicas.axis_types import REPLICATED, SAME, SHARDED, ZEROS, AxisType
+from popxl.analysis.replicas.sharding_rules import Flaws, Propagated, Rule, types_by_rule
 from popxl.core.tracing import traces_in
 from popxl.values.subscripts import Labels, parse, permutation_subscripts, reshape_subscripts, sum_subscripts
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from popxl.analysis.means import share_of_mean
 from popxl.analysis.mesh import Mesh
-from popxl.analysis.replication import (
+from popxl.analysis.replicas.axis_types import (
     FLAT,
     FLAT_SHARDS,
     NEVER,
@@ -15,19 +14,17 @@ from popxl.analysis.replication import (
     OWN,
     OWN_DATA,
     PARTIAL,
-    REDUCED_SHARDS,
-    REPEATED,
     REPLICATED,
     SAME,
     SHARDED,
     TERMS_PLUS_SHARED,
     VARYING,
     AxisType,
-    Finding,
     ReplicaType,
-    Report,
     is_term,
 )
+from popxl.analysis.replicas.means import share_of_mean
+from popxl.analysis.replicas.report import REDUCED_SHARDS, REPEATED, Finding, Report
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, Variable
 

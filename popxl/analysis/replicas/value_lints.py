@@ -6,16 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from popxl.analysis.mesh import Mesh
-from popxl.analysis.replication import (
-    PARTIAL,
-    REPLICATED,
-    VARYING,
-    AxisType,
-    Finding,
-    Report,
-    begins_different,
-    finding,
-)
+from popxl.analysis.replicas.axis_types import PARTIAL, REPLICATED, VARYING, AxisType
+from popxl.analysis.replicas.report import Finding, Report, finding
+from popxl.analysis.replicas.variable_types import begins_different
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import is_call

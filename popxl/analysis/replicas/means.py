@@ -1,6 +1,8 @@
-"""Means over the data of one replica, as opposed to sums: their mean over replicas is the mean of all data."""
+"""Constant factors, and means over the data of one replica: their mean over replicas is the mean of all data."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -13,6 +15,11 @@ def constant_number(t: Tensor) -> float | None:
     if not isinstance(t, Constant) or t.nelms != 1:
         return None
     return float(np.asarray(t.data, np.float64).reshape(()))
+
+
+def is_of_replicas(ratio: float, *counts: int) -> bool:
+    """Whether a ratio equals a replica count or its inverse."""
+    return any(n > 1 and math.isclose(number, n, rel_tol=1e-4) for n in counts for number in (ratio, 1 / ratio))
 
 
 def share_of_mean(t: Tensor) -> float | None:

@@ -1,0 +1,153 @@
+"""`Report`: the types of a program's values along each axis of replicas, and the findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from popxl.analysis.mesh import Mesh
+from popxl.analysis.replicas.axis_types import FLAT, REPLICATED, VARYING, ReplicaType
+from popxl.analysis.replicas.op_index import ProgramOps
+from popxl.core.printing import algebra
+from popxl.core.tensor import Tensor, Variable
+
+if TYPE_CHECKING:
+    from popxl.core.recording import Op
+    from popxl.graph import Graph
+
+REPEATED = "repeated reduction"
+REDUCED_SHARDS = "reduced shards"
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """Something that a program can hardly mean.
+
+    Attributes:
+        category: short name of the mistake, such as `"repeated reduction"`.
+        certain: whether numbers are certain to be wrong.
+        op: op with the mistake.
+        tensor: path of the tensor.
+        axes: names of the axes.
+        message: the mistake, and its remedy.
+    """
+
+    category: str
+    certain: bool
+    op: Op
+    tensor: str
+    axes: tuple[str, ...]
+    message: str
+
+    @property
+    def line(self) -> str:
+        """The line of the program."""
+        return str(self.op.source)
+
+    def __str__(self) -> str:
+        source = self.op.source
+        text = f"`{source.text}`, {source}" if source.text else str(source)
+        return f"{self.category}: {self.message} ({text})"
+
+
+def finding(mesh: Mesh, category: str, op: Op, t: Tensor, axes: Iterable[int], message: str) -> Finding:
+    """A finding that is not certain, about a tensor along some axes."""
+    return Finding(category, False, op, t.path, tuple(mesh.names[i] for i in axes), message)
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaReduction:
+    """How a value is reduced over replicas; one object for all equal ones.
+
+    Attributes:
+        name: name of the reduction, such as `"add"`.
+        before: type of the operand.
+        axes: positions of the axes.
+        completed: those along which replicas have different values before.
+        weight: weight of one of these values in the result.
+    """
+
+    name: str
+    before: ReplicaType
+    axes: tuple[int, ...]
+    completed: tuple[int, ...]
+    weight: float
+
+
+@lru_cache(256)
+def reduction(name: str, before: ReplicaType, axes: tuple[int, ...], sizes: tuple[int, ...]) -> ReplicaReduction:
+    """A reduction along axes, on a mesh of these sizes."""
+    weight = 1.0
+    for i in axes:
+        if name == "mean" and before[i].kind > REPLICATED:
+            weight /= sizes[i]
+        elif name != "mean" and before[i].kind <= REPLICATED:
+            weight *= sizes[i]
+    return ReplicaReduction(name, before, axes, tuple(i for i in axes if before[i].kind is VARYING), weight)
+
+
+@dataclass(eq=False)
+class Report:
+    """The types of a program's values, and the findings.
+
+    Attributes:
+        mesh: the axes; `None` if the groups of the program do not form a mesh, so that nothing could be typed.
+        findings: likely mistakes, in the order of the program's lines.
+        notes: valid programs that are easily misread.
+        untyped: why values are unknown: the ops that make them, with the reason.
+        graphs: for each graph, types of its inputs and variables, for each combination with which it is called.
+        types: type of each tensor, over all calls.
+        diverged: shared or sharded variables that differ between replicas after a run, with the positions of the axes.
+        maybe_diverged: as `diverged`, if there was a reduction along these axes before the changes.
+        reduced_updates: variables with a value for each replica, whose changes are all equal reduced values; with the
+            op, and the positions of the axes.
+        reductions: reductions over replicas.
+        fed: type of the host's feeds; empty if it feeds single numbers only.
+        index: ops of the program, by their traits.
+    """
+
+    mesh: Mesh | None
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[Finding] = field(default_factory=list)
+    untyped: dict[Op, str] = field(default_factory=dict)
+    graphs: dict[Graph, list[tuple[ReplicaType, ...]]] = field(default_factory=dict)
+    types: dict[Tensor, ReplicaType] = field(default_factory=dict)
+    diverged: dict[Variable, tuple[int, ...]] = field(default_factory=dict)
+    maybe_diverged: dict[Variable, tuple[int, ...]] = field(default_factory=dict)
+    reduced_updates: dict[Variable, tuple[Op, tuple[int, ...]]] = field(default_factory=dict)
+    reductions: dict[Op, ReplicaReduction] = field(default_factory=dict)
+    fed: ReplicaType = ()
+    index: ProgramOps = field(default_factory=ProgramOps)
+
+    def text(self, t: Tensor) -> str:
+        """Type of a tensor as text, such as `{data: varying, tensor: sharded 1}`; empty for replicated tensors."""
+        return "" if self.mesh is None or t not in self.types else type_text(self.mesh, self.types[t])
+
+    def listing(self, graph: Graph) -> str:
+        """Printed graph with the types of its values: `y: f32[4, 2]{data: partial} = ...`."""
+        return algebra(graph, self.text)
+
+    def __str__(self) -> str:
+        if self.mesh is None:
+            return "The groups of replicas do not form a mesh: nothing could be checked."
+        parts = [str(each) for each in self.findings] or ["Nothing was found."]
+        parts += [f"note: {each}" for each in self.notes]
+        parts += [f"not typed: {op.op_type}, {why} ({op.source})" for op, why in self.untyped.items()]
+        for graph in self.graphs:
+            held = graph.variables if not graph.id else graph.inputs
+            rows = [("in ", t) for t in held] + [("out", t) for t in graph.outputs]
+            shown = [f"    {way} {t.path}: {text}" for way, t in rows if (text := self.text(t))]
+            parts += [f"{graph.title}:", *shown] if shown else []
+        return "\n".join(parts)
+
+
+def type_text(mesh: Mesh, held: ReplicaType) -> str:
+    """Text of a type, without replicated axes."""
+    parts = []
+    for name, along in zip(mesh.names, held, strict=True):
+        if along.kind > REPLICATED:
+            where = {None: "", FLAT: " flat"}.get(along.dimension, f" {along.dimension}")
+            parts.append(f"{name}: {along.kind.name.lower()}{where}")
+    return f"{{{', '.join(parts)}}}" if parts else ""

@@ -121,6 +121,11 @@ class RemoteBuffer(CopyIsSelf):
         return TensorSpec(self._shape, self._dtype, self.meta_shape)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, of one replica."""
+        return self.entries * self.slot_nelms * self.tensor_dtype.itemsize
+
+    @property
     def slot_nelms(self) -> int:
         """Number of elements of a slot."""
         return math.prod(self._shape)

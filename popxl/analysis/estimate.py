@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from pydantic import computed_field
 
 from popxl.analysis.flops import Flops, moved, own_flops
-from popxl.analysis.memory import constants_of, held_variables, moments_of, runs_of
+from popxl.analysis.memory import constants_of, held_variables, runs_of, steps_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, seconds_text
 from popxl.base.records import Record
 from popxl.core.aliasing import reachable
@@ -297,9 +297,8 @@ def _of_ipu(ir: Ir, ipu: int, cycles: int, hardware: Hardware) -> IpuEstimate:
         return size_in_bytes(t) if (t.location[0] or 0) == ipu else 0
 
     main = ir.main_graph
-    moments, _ = moments_of(main, on_this_ipu)
     variables, constants = (sum(map(on_this_ipu, found)) for found in (held_variables(main), constants_of(main)))
-    temporaries = max((m.held + m.inside for m in moments), default=0)
+    temporaries = steps_of(main, on_this_ipu).peak
     memory = variables + constants + temporaries
     return IpuEstimate(
         ipu=ipu,

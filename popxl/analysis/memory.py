@@ -43,6 +43,11 @@ class Moment(Record):
     held: int
     inside: int
 
+    @property
+    def bytes(self) -> int:
+        """All bytes in use."""
+        return self.held + self.inside
+
 
 class LiveTensor(Record):
     """A value that is held between steps.
@@ -135,7 +140,7 @@ class Memory(OnPage, DeviceMemory):
     @property
     def highest(self) -> Moment | None:
         """The step with peak memory use; `None` without steps."""
-        return max(self.moments, key=lambda moment: moment.held + moment.inside, default=None)
+        return max(self.moments, key=lambda moment: moment.bytes, default=None)
 
     def __repr__(self) -> str:
         return f"Memory[{bytes_text(self.device)} at most, of {self.name}]"
@@ -204,9 +209,9 @@ _SOURCES = {
 def memory_of(ir: Ir) -> Memory:
     """What a replica needs; see `Ir.memory`."""
     main = ir.main_graph
-    buffers = sum(b.entries * b.slot_nelms * b.tensor_dtype.itemsize for b in ir.remote_buffers)
+    buffers = sum(buffer.nbytes for buffer in ir.remote_buffers)
     on_host = ir.options.remoteBuffers == "host"
-    moments, tensors = moments_of(main)
+    found = steps_of(main)
     return Memory(
         name=f"{ir!r}, each replica" if ir.replication_factor > 1 else repr(ir),
         source="graph",
@@ -215,11 +220,11 @@ def memory_of(ir: Ir) -> Memory:
         arguments=sum(s.num_host_transfers * size_in_bytes(s.tensor) for s in ir.get_all_h2d_streams()),
         outputs=sum(s.num_host_transfers * size_in_bytes(s.tensor) for s in ir.get_all_d2h_streams()),
         constants=sum(map(size_in_bytes, constants_of(main))),
-        temporaries=max((moment.held + moment.inside for moment in moments), default=0),
+        temporaries=found.peak,
         buffers_on_host=buffers if on_host else 0,
         variables_on_host=variables_on_host(main),
-        moments=moments,
-        tensors=tensors,
+        moments=tuple(found.moments),
+        tensors=tuple(found.tensors),
     )
 
 
@@ -250,18 +255,6 @@ def runs_of(main: Graph) -> Counter[Graph]:
             for run in op.runs:
                 runs[run.graph] += runs[graph] * run.iterations
     return runs
-
-
-def moments_of(
-    main: Graph, size: Callable[[Tensor], int] = size_in_bytes
-) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
-    """Steps of a graph, with values live between them: see `steps_of`.
-
-    Args:
-        size: function that returns the bytes of a tensor that count.
-    """
-    found = steps_of(main, size)
-    return tuple(found.moments), tuple(found.tensors)
 
 
 def steps_of(main: Graph, size: Callable[[Tensor], int] = size_in_bytes, each_call: bool = False) -> Steps:
@@ -319,8 +312,9 @@ class Steps:
     inputs_until: dict[Tensor, int] = field(default_factory=dict)
 
     @property
-    def highest(self) -> int:
-        return max((m.held + m.inside for m in self.moments), default=0)
+    def peak(self) -> int:
+        """Most bytes in use at a step."""
+        return max((moment.bytes for moment in self.moments), default=0)
 
     def add(self, op: Op, held: int, inside: int) -> None:
         """Add a step that is one op."""
@@ -367,7 +361,7 @@ def _steps(graph: Graph, of: dict[Graph, Steps], entered: set[Graph], size: Call
         if len(called) == 1 and called[0] in entered:
             found.enter(op, of[called[0]], held)
         else:
-            own = max([sum(map(size, made)), *(of[callee].highest for callee in called)])
+            own = max([sum(map(size, made)), *(of[callee].peak for callee in called)])
             found.add(op, held, own)
         now = len(found.moments) - 1
         ends.append(now)

@@ -90,19 +90,32 @@ def mesh_of(ir: Ir, collectives: Iterable[Op], variables: Iterable[Variable] = (
 def _mesh(count: int, named: Axes | None, groups: Set[tuple[int, int]]) -> Mesh | None:
     """Mesh of `count` replicas with groups, each given by stride and size."""
     places = {} if named is None else named.by_stride
-    ends = {1, count}
-    for stride, size in (*places, *groups):
-        if size > 1:
-            ends |= {stride, stride * size}
-    found = sorted(ends)
-    if any(larger % smaller for smaller, larger in pairwise(found)):
+    dimensions = dimensions_of_groups(count, (*places, *groups))
+    if dimensions is None:
         return None
-    dimensions = [(smaller, larger // smaller) for smaller, larger in pairwise(found)][::-1]
     return Mesh(
         tuple(_name(places, each, dimensions) for each in dimensions),
         tuple(stride for stride, _ in dimensions),
         tuple(size for _, size in dimensions),
     )
+
+
+def dimensions_of_groups(count: int, groups: Iterable[tuple[int, int]]) -> list[tuple[int, int]] | None:
+    """Dimensions of `count` replicas of which all groups consist, the outermost first; `None` if there are none.
+
+    Groups and dimensions are given by the stride and the number of their members.
+
+    Example:
+        >>> dimensions_of_groups(12, [(1, 3), (6, 2)])
+        [(6, 2), (3, 2), (1, 3)]
+    """
+    ends = {1, count}
+    for stride, size in groups:
+        ends |= {stride, stride * size} if size > 1 else set()
+    found = sorted(ends)
+    if any(larger % smaller for smaller, larger in pairwise(found)):
+        return None
+    return [(smaller, larger // smaller) for smaller, larger in pairwise(found)][::-1]
 
 
 def _name(places: dict[tuple[int, int], str], dimension: tuple[int, int], all: Sequence[tuple[int, int]]) -> str:

@@ -353,7 +353,7 @@ class _Reader:
             check_size(repr(t), t.spec, replicas)
         for stream in self._streams.values():
             check_size(str(stream), stream.spec, replicas * stream.num_host_transfers)
-        entries = sum(b.slot_nelms * b.tensor_dtype.itemsize * b.entries for b in ir.remote_buffers) * replicas
+        entries = sum(buffer.nbytes for buffer in ir.remote_buffers) * replicas
         check(entries <= LARGEST, f"the remote buffers would have {entries} bytes; the most is {LARGEST}")
 
     def _set_counters(self) -> None:

@@ -11,7 +11,7 @@ from popxl.analysis.memory import (
     Memory,
     Moment,
     constants_of,
-    moments_of,
+    steps_of,
     variables_on_host,
 )
 from popxl.ir import Ir
@@ -71,20 +71,19 @@ def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
     layout = program.layout
     variables, buffers, arguments = _arguments(layout, ipu)
     streams = layout.bytes_of_streams()
-    moments, _ = _steps(ir, program, ipu)
-    temporaries = max((m.held + m.inside for m in moments), default=0)
-    executables = program.executables()
     if isinstance(program.executable, Plan):
-        segments = {segment.structure: segment for segment in program.executable.segments if segment.ipu == ipu}
-        executables = tuple(structure.executable for structure in segments)
+        moments, _ = _steps(ir, program, ipu)
+        temporaries = max((moment.bytes for moment in moments), default=0)
+        segments = (segment for segment in program.executable.segments if segment.ipu == ipu)
+        executables = tuple(structure.executable for structure in dict.fromkeys(s.structure for s in segments))
     else:
-        temporaries = program.temporaries()
+        temporaries, executables = program.temporaries(), program.executables()
     return DeviceMemory(
         name=f"IPU {ipu}",
         variables=variables,
         buffers=buffers,
         arguments=arguments,
-        outputs=sum(streams[s] for s in program.layout.outputs if layout.ipu_of(s) in (None, ipu)),
+        outputs=sum(streams[s] for s in layout.outputs if layout.ipu_of(s) in (None, ipu)),
         constants=sum(map(size_in_bytes, constants_of(ir.main_graph))),
         temporaries=temporaries,
         code=sum(found.memory_analysis().generated_code_size_in_bytes for found in executables) or None,
@@ -95,7 +94,8 @@ def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ..
     """Steps on an IPU's device, and values live between these steps."""
     if not isinstance(program.executable, Plan):
         copies = program.layout.replicas.per_device
-        return moments_of(ir.main_graph, lambda t: copies * size_in_bytes(t))
+        found = steps_of(ir.main_graph, lambda t: copies * size_in_bytes(t))
+        return tuple(found.moments), tuple(found.tensors)
     curve, lives = program.executable.curve()
     there = [i for i, (segment, *_) in enumerate(curve) if segment.ipu == ipu]
     moments = (

@@ -204,16 +204,12 @@ class Layout:
         """Remote buffers used by the program: bytes per device, and whether they reside on the host."""
         on_host = self.compile_options_for(None).slots.memory_kind == HOST
         copies = self.replicas.per_device
-        return {b: (copies * b.entries * b.slot_nelms * b.tensor_dtype.itemsize, on_host) for b in self.buffers}
+        return {buffer: (copies * buffer.nbytes, on_host) for buffer in self.buffers}
 
     def bytes_of_streams(self) -> dict[Stream, int]:
         """Bytes transferred per stream and run to or from one device."""
-        sent = {*self.used_inputs, *self.outputs}
-        sizes = {
-            s: capacity * self.replicas.per_device * s.tensor.nelms * s.dtype.itemsize
-            for s, capacity in self.capacity.items()
-        }
-        return {s: size if s in sent else 0 for s, size in sizes.items()}
+        sent, copies = {*self.used_inputs, *self.outputs}, self.replicas.per_device
+        return {s: copies * n * size_in_bytes(s.tensor) if s in sent else 0 for s, n in self.capacity.items()}
 
     # Arrays of the host ---------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from popxl.analysis.communication import communication_of
+from popxl.analysis.mesh import dimensions_of_groups
 from popxl.core.aliasing import lowered_ops
 from popxl.ir import Ir
 from runtime.targets.replicas import AXIS, Dimension
@@ -34,18 +35,14 @@ def dimensions_of(ir: Ir, are_weighed: bool = False) -> tuple[Dimension, ...]:
     ops = (op for op in lowered_ops(ir.main_graph) if op.kind.between_replicas)
     groups = {(op.attributes["stride"], op.attributes["group_size"]) for op in ops}
     named = {} if axes is None else axes.by_stride
-    cuts = {1, count}
-    for stride, size in {*groups, *named}:
-        cuts |= {stride, stride * size} if size > 1 else set()
-    ordered = sorted(cuts, reverse=True)
-    if len(ordered) < 3 or ordered[0] > count or any(outer % inner for outer, inner in pairwise(ordered)):
+    places = dimensions_of_groups(count, {*groups, *named})
+    if places is None or len(places) < 2 or math.prod(size for _, size in places) > count:
         return (Dimension(AXIS, count),)
-    weights = dict.fromkeys(ordered[1:], 0)
+    weights = dict.fromkeys((stride for stride, _ in places), 0)
     for each in communication_of(ir).collectives if are_weighed else ():
         for stride in weights:
             if each.stride <= stride < each.stride * each.group_size:
                 weights[stride] += each.bytes * each.turns
-    places = [(inner, outer // inner) for outer, inner in pairwise(ordered)]
     return tuple(
         # No axis of a user is called so: their names are words.
         Dimension(named.get((stride, size), f"{AXIS} {stride}"), size, weights[stride])

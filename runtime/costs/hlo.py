@@ -262,7 +262,7 @@ def parse_hlo(text: str) -> Module:
 
     Example:
         >>> module = parse_hlo(jax.jit(jnp.sin).lower(1.0).compile().as_text())
-        >>> [instruction.opcode for _, instruction, _ in module.runs()]
+        >>> [instruction.opcode for instruction, _ in module.entry.runs()]
     """
     computations: dict[str, Computation] = {}
     entry = current = Computation("", computations)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from poptorch.base.patching import patched
+from poptorch.capture.contents import CANNOT_READ
 from poptorch.capture.gradient_flow import APPLICATION, subclasses_of, warn_about_derivative
 from poptorch.capture.torch_private import UNREADABLE, storage_key
 from poptorch.capture.trace import Node, Trace, Value, with_values
-from poptorch.capture.tracer import CANNOT_READ, Tracer
+from poptorch.capture.tracer import Tracer
 from poptorch.errors import createPoptorchError
 
 OWN = "poptorch.own_derivative"
@@ -106,7 +107,7 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
         def noted(*args: Any, **kwargs: Any) -> Any:
             nonlocal arguments
             tensors = [t for t in args if isinstance(t, torch.Tensor)]
-            if not tracer.hears(tensors):
+            if not tracer.records(tensors):
                 return forward(*args, **kwargs)
             (context, *given) = args if isinstance(args[0], torch.autograd.function.FunctionCtx) else (None, *args)
             values = [recorder.value_of(t) if isinstance(t, torch.Tensor) and t.requires_grad else None for t in given]
@@ -125,7 +126,7 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
         @wraps(setup)
         def noted(ctx: Any, inputs: Sequence[Any], output: Any) -> Any:
             setup(ctx, inputs, output)
-            if tracer.hears(inputs):
+            if tracer.records(inputs):
                 record_results(ctx, output)
 
         return noted
@@ -236,7 +237,7 @@ def trace_backward(
     """
     try:
         with tracer.recorder.recording_at(beside):
-            return tracer.function_of(backward, gradients)[0]
+            return tracer.trace_body(backward, gradients)[0]
     except UNREADABLE as problem:
         raise createPoptorchError(f"{name}: {CANNOT_READ}") from problem
     except RuntimeError as problem:

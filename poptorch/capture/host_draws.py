@@ -43,7 +43,7 @@ class HostDraws:
                 zeros = given.rebuild([torch.zeros(t.shape, dtype=t.dtype) for t in tensors])
                 drawn = draw(generator, *zeros)
             if is_in_place or not tensors:
-                made = self._tracer.constant(drawn)
+                made = self._tracer.contents.constant(drawn)
                 return args[0].copy_(made) if is_in_place else made
             function = HostFunction(
                 op._opname, lambda *args, **kwargs: draw(Remade.new_generator(state), args, kwargs), given

@@ -1,15 +1,15 @@
 """`getitem`, `setitem`, `narrow`, `select`: dynamic indexing by integer tensors of shape [], known only at run time.
 
-PyTorch would read them, as it does to get Python numbers. Here `RowViews` reads the rows, and `index_copy_` writes
-them; all other indices are handled by PyTorch. The number of rows has to be known: `x[i : i + 2]`. Slices between
-tensors of one element, which is what each of several micro-batches has of an input, are read likewise where no graph
-break can serve them.
+PyTorch would read such an index, to get a Python number. Here `RowViews` reads the rows, and `index_copy_` writes them;
+PyTorch handles all other indices. The number of rows has to be known: `x[i : i + 2]`. Where no graph break is possible,
+slices between tensors of one element are handled likewise: an input of one number per sample has that shape in a
+micro-batch of one sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -17,64 +17,53 @@ from poptorch.capture.torch_private import without_modes
 from poptorch.errors import createPoptorchError
 
 if TYPE_CHECKING:
+    from poptorch.capture.contents import TensorContents
     from poptorch.capture.row_views import RowViews
     from poptorch.capture.tracer import Tracer
 
 
-class Numbers(Protocol):
-    """Protocol for queries about constant tensor contents."""
-
-    def has_known_values(self, t: torch.Tensor) -> bool:
-        """Whether tensor contents are readable during capture."""
-
-    @property
-    def is_one_program(self) -> bool:
-        """Whether no graph break can serve this place: none is allowed, or there are several micro-batches."""
-
-    def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
-        """Difference `stop - start` of two scalars, if constant across runs; otherwise `None`."""
-
-
-def getitem(t: torch.Tensor, index: Any, numbers: Numbers, views: RowViews) -> torch.Tensor:
+def getitem(t: torch.Tensor, index: Any, contents: TensorContents, views: RowViews) -> torch.Tensor:
     """`t[index]`. Index tensors with known contents are left to PyTorch."""
-    found = _first_unknown(t, index, numbers)
+    found = _first_unknown(t, index, contents)
     if found is None:
         return t[index]
     dim, rows, rest = found
-    return views.remember(t, index, getitem(views.take(t, dim, rows), rest, numbers, views))
+    return views.remember(t, index, getitem(views.take(t, dim, rows), rest, contents, views))
 
 
-def setitem(t: torch.Tensor, index: Any, value: Any, numbers: Numbers, views: RowViews) -> None:
+def setitem(t: torch.Tensor, index: Any, value: Any, contents: TensorContents, views: RowViews) -> None:
     """`t[index] = value`."""
     if views.is_written_back(t, index, value):
         return
-    found = _first_unknown(t, index, numbers)
+    found = _first_unknown(t, index, contents)
     if found is None:
         t[index] = value
         return
     dim, rows, rest = found
     part = t.index_select(dim, rows)
-    setitem(part, rest, value, numbers, views)
+    setitem(part, rest, value, contents, views)
     t.index_copy_(dim, rows, part)
 
 
 def narrow(
-    numbers: Numbers, views: RowViews, input: torch.Tensor, dim: int, start: int | torch.Tensor, length: int
+    contents: TensorContents, views: RowViews, input: torch.Tensor, dim: int, start: int | torch.Tensor, length: int
 ) -> torch.Tensor:
     """`input.narrow(dim, start, length)`."""
-    if not _is_row(start) or numbers.has_known_values(start):
+    if not _is_scalar(start) or contents.are_known(start):
         return input.narrow(dim, start, length)
-    return views.take(input, dim, _from_the_front(start, input.shape[dim]) + torch.arange(length))
+    return views.take(input, dim, _from_start(start, input.shape[dim]) + torch.arange(length))
 
 
-def select(numbers: Numbers, views: RowViews, input: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
+def select(contents: TensorContents, views: RowViews, input: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
     """`input.select(dim, index)`."""
-    if not _is_row(index) or numbers.has_known_values(index):
+    if not _is_scalar(index) or contents.are_known(index):
         return input.select(dim, index)
-    return narrow(numbers, views, input, dim, index, 1).squeeze(dim)
+    return narrow(contents, views, input, dim, index, 1).squeeze(dim)
 
 
-def _first_unknown(t: torch.Tensor, index: Any, numbers: Numbers) -> tuple[int, torch.Tensor, tuple[Any, ...]] | None:
+def _first_unknown(
+    t: torch.Tensor, index: Any, contents: TensorContents
+) -> tuple[int, torch.Tensor, tuple[Any, ...]] | None:
     """First dimension with a run-time index, its row numbers, and the remaining index; `None` if absent."""
     indices = index if isinstance(index, tuple) else (index,)
     taken = [_dims(each) for each in indices]
@@ -83,24 +72,24 @@ def _first_unknown(t: torch.Tensor, index: Any, numbers: Numbers) -> tuple[int, 
         if each is Ellipsis:
             dim = t.dim() - sum(taken[i + 1 :])
         elif dim < t.dim():
-            if _is_row(each) and not numbers.has_known_values(each):
-                row = _from_the_front(each, t.shape[dim]).reshape(1)
+            if _is_scalar(each) and not contents.are_known(each):
+                row = _from_start(each, t.shape[dim]).reshape(1)
                 return dim, row, (*indices[:i], 0, *indices[i + 1 :])
-            if isinstance(each, slice) and (rows := _rows(each, t.shape[dim], numbers)) is not None:
+            if isinstance(each, slice) and (rows := _rows(each, t.shape[dim], contents)) is not None:
                 return dim, rows, (*indices[:i], slice(None), *indices[i + 1 :])
         dim += taken[i]
     return None
 
 
-def _rows(part: slice, size: int, numbers: Numbers) -> torch.Tensor | None:
+def _rows(part: slice, size: int, contents: TensorContents) -> torch.Tensor | None:
     """Row numbers of a slice between two integer tensors; `None` if PyTorch should handle the slice, or raise an error.
 
     Raises:
         poptorch.Error: for a number of rows that is 0, or no divisor of all rows.
     """
-    if not all(_is_end(each, numbers) and not numbers.has_known_values(each) for each in (part.start, part.stop)):
+    if not all(_is_end(each, contents) and not contents.are_known(each) for each in (part.start, part.stop)):
         return None
-    length = numbers.distance(part.start, part.stop)
+    length = contents.distance(part.start, part.stop)
     if length is None:
         return None
     if length == 0:
@@ -115,10 +104,11 @@ def _rows(part: slice, size: int, numbers: Numbers) -> torch.Tensor | None:
             "`poptorch.dynamic_slice(x, dim, start, size, 1)` takes any."
         )
     rows = torch.arange(0, length, 1 if part.step is None else part.step)
-    return _from_the_front(part.start.reshape(()), size) + rows
+    return _from_start(part.start.reshape(()), size) + rows
 
 
-def _from_the_front(row: torch.Tensor, size: int) -> torch.Tensor:
+def _from_start(row: torch.Tensor, size: int) -> torch.Tensor:
+    """Row number counted from the first row, for one that may be negative."""
     return torch.where(row < 0, row + size, row).long()
 
 
@@ -126,16 +116,17 @@ def _dims(index: Any) -> int:
     """Number of dimensions that an index consumes."""
     if index is None or index is Ellipsis or isinstance(index, bool):
         return 0
-    return index.dim() if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) else 1
+    return index.dim() if isinstance(index, torch.Tensor) and _is_mask(index) else 1
 
 
-def _is_row(index: Any) -> TypeGuard[torch.Tensor]:
+def _is_scalar(index: Any) -> TypeGuard[torch.Tensor]:
+    """Whether an index is an integer tensor of shape []."""
     return _is_integer(index) and not index.dim()
 
 
-def _is_end(index: Any, numbers: Numbers) -> bool:
+def _is_end(index: Any, contents: TensorContents) -> bool:
     """Whether an end of a slice is read on the device."""
-    return _is_row(index) or _is_integer(index) and index.numel() == 1 and numbers.is_one_program
+    return _is_scalar(index) or _is_integer(index) and index.numel() == 1 and contents.is_one_program
 
 
 def _is_integer(index: Any) -> bool:
@@ -148,33 +139,37 @@ def index_by_masks(tracer: Tracer, t: torch.Tensor, indices: Any) -> Any:
         with tracer.op_interceptor:
             t, indices = torch.broadcast_tensors(t, indices)
         indices = [indices]
-    places = masks_to_indices(tracer, indices)
-    return None if places is None else tracer.op(torch.ops.aten.index.Tensor, (t, places), {})
+    positions = masks_to_indices(tracer.contents, indices)
+    return None if positions is None else tracer.record_op(torch.ops.aten.index.Tensor, (t, positions), {})
 
 
-def masks_to_indices(tracer: Tracer, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
+def masks_to_indices(
+    contents: TensorContents, indices: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None] | None:
     """Convert masks among indices to integer indices; `None` if a mask is unknown and no graph break is allowed."""
-    places: list[torch.Tensor | None] = []
+    positions: list[torch.Tensor | None] = []
     for index in indices:
-        if index is None or index.dtype not in (torch.bool, torch.uint8):
-            places.append(index)
-            continue
-        mask = tracer.recorder.numbers_of(index)
-        if mask is None:
-            if not tracer.may_break_graph:
-                return None
-            places += tracer.break_graph(_mask_coordinates, (index,), {})
-            continue
-        with without_modes():
-            found = _mask_coordinates(mask)
-        places += [tracer.constant(numbers) for numbers in found]
-    return places
+        if index is None or not _is_mask(index):
+            positions.append(index)
+        elif (mask := contents.known(index)) is not None:
+            with without_modes():
+                found = _mask_coordinates(mask)
+            positions += map(contents.constant, found)
+        elif contents.may_break_graph:
+            positions += contents.break_graph(_mask_coordinates, (index,), {})
+        else:
+            return None
+    return positions
 
 
 def is_mixed(indices: Sequence[torch.Tensor | None]) -> bool:
     """Whether indices combine a mask with other indices."""
-    dtypes = [index.dtype for index in indices if index is not None]
-    return len(dtypes) > 1 and (torch.bool in dtypes or torch.uint8 in dtypes)
+    given = [index for index in indices if index is not None]
+    return len(given) > 1 and any(map(_is_mask, given))
+
+
+def _is_mask(index: torch.Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
 
 
 def _mask_coordinates(mask: torch.Tensor) -> list[torch.Tensor]:

@@ -44,7 +44,7 @@ class OpInterceptor(TorchDispatchMode):
         self._tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._tracer.op(func, args, kwargs or {})
+        return self._tracer.record_op(func, args, kwargs or {})
 
 
 class FunctionInterceptor(TorchFunctionMode):
@@ -69,7 +69,7 @@ class FunctionInterceptor(TorchFunctionMode):
             moves |= any(tracer.to_model(other) == IPU for other in others)
         if not tracer.is_suspended:
             self.row_views.refresh((args, kwargs))
-        with tracer.making(args, kwargs):
+        with tracer.placing_intermediates(args, kwargs):
             results = self._function(func, args, kwargs)
         if not tracer.is_suspended:
             self.row_views.write_back()
@@ -80,26 +80,26 @@ class FunctionInterceptor(TorchFunctionMode):
         preserved = None
         if not tracer.is_suspended:
             if func is torch.Tensor.detach_:
-                return tracer.detach_(*args)
+                return tracer.record_detach_(*args)
             if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-                return tracer.set_data(*args)
+                return tracer.record_set_data(*args)
             if func is torch.Tensor.requires_grad_ or func == torch.Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
                 tracer.recorder.track(*args, **kwargs)
             if func is torch.Tensor.__getitem__:
-                return getitem(args[0], args[1], tracer, self.row_views)
+                return getitem(args[0], args[1], tracer.contents, self.row_views)
             if func is torch.Tensor.__setitem__:
-                return setitem(args[0], args[1], args[2], tracer, self.row_views)
+                return setitem(args[0], args[1], args[2], tracer.contents, self.row_views)
             if (part := _PARTS.get(func)) is not None:
-                return part(tracer, self.row_views, *args, **kwargs)
+                return part(tracer.contents, self.row_views, *args, **kwargs)
             if func is torch.nn.functional.one_hot:
-                tracer.check_classes(*args, **kwargs)
+                tracer.contents.check_classes(*args, **kwargs)
             if func in _DIFFERENTIATING or func is _MAKE_DUAL:
                 tracer.differentiate(is_forward=func is _MAKE_DUAL)
             tracer.generator = kwargs.get("generator")
-            if func in _READING or func in _ROUNDING and tracer.may_break_graph:
-                return tracer.read_contents(func, args, kwargs)
+            if func in _READING or func in _ROUNDING and tracer.contents.may_break_graph:
+                return tracer.contents.read(func, args, kwargs)
             if func is torch.Tensor.__deepcopy__:
-                return tracer.copied(*args)
+                return tracer.deep_copy(*args)
             if func is torch.Tensor.register_hook:
                 return self.tensor_hooks.register(*args, **kwargs)
             if func is torch.Tensor.register_post_accumulate_grad_hook:
@@ -118,8 +118,8 @@ class FunctionInterceptor(TorchFunctionMode):
         args, kwargs = as_activation(func, *with_masks_of_bools(func, args, with_weight(func, kwargs)))
         if preserved is None:
             results = func(*args, **kwargs)
-            return tracer.loss(results) if any(func is each for each in COMPOSED_LOSSES) else results
-        return tracer.function(preserved, func, *with_plain_sizes(func, args, kwargs))
+            return tracer.record_loss(results) if any(func is each for each in COMPOSED_LOSSES) else results
+        return tracer.record_preserved(preserved, func, *with_plain_sizes(func, args, kwargs))
 
 
 _PARTS: dict[Any, Any] = {

@@ -19,6 +19,7 @@ from poptorch.base.host_numbers import HostNumbers
 from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.capture.captured_constants import CapturedConstant
 from poptorch.capture.checkpoints import checkpoints_in_regions
+from poptorch.capture.contents import CANNOT_READ
 from poptorch.capture.counters import Tape, recording_number_functions
 from poptorch.capture.derivatives import Application, derive, deriving
 from poptorch.capture.devices import named_as_cpus
@@ -42,7 +43,7 @@ from poptorch.capture.torch_private import (
 )
 from poptorch.capture.torchvision_ops import choosing
 from poptorch.capture.trace import Trace, Value
-from poptorch.capture.tracer import CANNOT_READ, RetryWithoutPreserving, Tracer, capture_in_progress
+from poptorch.capture.tracer import RetryWithoutPreserving, Tracer, capture_in_progress
 from poptorch.errors import Error, createPoptorchError
 from poptorch.placement.capture_context import CaptureContext
 from popxl.extend.source import SourceLocation
@@ -207,7 +208,7 @@ def _surroundings(
         applications = enter(deriving(tracer)) if asked.derives else []
         if asked.derives:
             enter(recording_hooks(tracer))
-        enter(tracer.listening())
+        enter(tracer.intercepting())
         if asked.tape is not None:  # counters in place of its numbers
             enter(recording_number_functions(tracer.host_state.namespaces))
             _insert_counters(module, asked.tape)

@@ -1,4 +1,4 @@
-"""Decompositions for ops of quantisation-aware training that observe their input and simulate quantisation."""
+"""Decompositions of quantisation-aware training ops, which observe their input and simulate quantisation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from poptorch.errors import createPoptorchError
 
 aten = torch.ops.aten
 
-_SMALLEST_SCALE = 6.1e-5
+_MIN_SCALE = 6.1e-5
+"""Smallest scale of a quantisation, as in PyTorch."""
 
 
-def _moving_average(
+def _fake_quantise(
     input: torch.Tensor,
     observer_on: torch.Tensor,
     fake_quant_on: torch.Tensor,
@@ -40,11 +41,11 @@ def _moving_average(
     rows = input.detach().float().movedim(ch_axis, 0).reshape(channels, -1)
     for running, seen in ((running_min, rows.amin(1)), (running_max, rows.amax(1))):
         seen = seen.reshape(running.shape)
-        follows = torch.where(running.isinf(), seen, running + averaging_const * (seen - running))
-        running.copy_(torch.where(observes, follows, running))
-    found = _affine(running_min, running_max, quant_min, quant_max, symmetric_quant)
-    for known, now in zip((scale, zero_point), found, strict=True):
-        known.copy_(torch.where(is_off, known, now.reshape(known.shape).to(known.dtype)))
+        average = torch.where(running.isinf(), seen, running + averaging_const * (seen - running))
+        running.copy_(torch.where(observes, average, running))
+    parameters = _affine_parameters(running_min, running_max, quant_min, quant_max, symmetric_quant)
+    for old, new in zip((scale, zero_point), parameters, strict=True):
+        old.copy_(torch.where(is_off, old, new.reshape(old.shape).to(old.dtype)))
     if not per_row_fake_quant:
         quantise = aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams
         return quantise(input, scale, zero_point, fake_quant_on, quant_min, quant_max)
@@ -54,27 +55,27 @@ def _moving_average(
     return torch.where(is_off, input, quantised), inside | is_off
 
 
-def _affine(
+def _affine_parameters(
     low: torch.Tensor, high: torch.Tensor, quant_min: int, quant_max: int, is_symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Affine quantisation parameters: scale and zero point. The range is extended to represent zero exactly."""
     low, high = low.clamp(max=0), high.clamp(min=0)
-    has_both = (low < 0) & (high > 0)
+    has_both_signs = (low < 0) & (high > 0)
     if is_symmetric:
         half = (quant_max - quant_min) // 2
         step = torch.maximum(-low / (half + 1), high / half)
-        low, high = torch.where(has_both, -step * (half + 1), low), torch.where(has_both, step * half, high)
+        low, high = torch.where(has_both_signs, -step * (half + 1), low), torch.where(has_both_signs, step * half, high)
     scale = (high - low) / (quant_max - quant_min)
     scale = torch.where((1 / scale).isinf(), 0.1, scale)
     below, above = -low / scale, high / scale
-    is_closer = abs(quant_min) + below < abs(quant_max) + above  # smaller numbers are rounded less
-    zero_point = torch.where(is_closer, quant_min + below, quant_max - above)
+    from_below = abs(quant_min) + below < abs(quant_max) + above  # smaller numbers are rounded less
+    zero_point = torch.where(from_below, quant_min + below, quant_max - above)
     if is_symmetric:
-        zero_point = torch.where(has_both, (quant_min + quant_max) / 2, zero_point)
-    return scale.clamp(min=_SMALLEST_SCALE), zero_point.round().clamp(quant_min, quant_max)
+        zero_point = torch.where(has_both_signs, (quant_min + quant_max) / 2, zero_point)
+    return scale.clamp(min=_MIN_SCALE), zero_point.round().clamp(quant_min, quant_max)
 
 
 QUANTISATION: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    aten._fused_moving_avg_obs_fq_helper.default: _moving_average,
+    aten._fused_moving_avg_obs_fq_helper.default: _fake_quantise,
 }
 """Replacements of ops: functions of the same arguments, with the same results and in-place writes."""

@@ -272,7 +272,7 @@ class Recorder:
             blocks_grad: whether this tensor alone decides that no gradients flow, and not the operands of the value.
         """
         if not self._is_part:
-            storage.unsettled.append((value, t, blocks_grad and storage.blocks_grad))
+            storage.pending.append((value, t, blocks_grad and storage.blocks_grad))
 
     def _unknown(self, t: torch.Tensor) -> TensorView:
         """Register a tensor without a recorded op: preexisting, or another view of storage (`t.data`, strides)."""

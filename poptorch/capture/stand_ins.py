@@ -1,4 +1,4 @@
-"""Stand-ins for fake tensors that user objects still reference after a capture."""
+"""`StandIn`: replacement of a fake tensor that user objects still reference after a capture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from poptorch.errors import createPoptorchError
 
 _TENSOR: Any = torch.Tensor
-_ANSWERED = frozenset(
+_METADATA = frozenset(
     [_TENSOR.size, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.numel, _TENSOR.stride, _TENSOR.__len__, _TENSOR.__hash__]
     + [getattr(_TENSOR, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")]
 )  # fmt: skip
@@ -29,7 +29,7 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ANSWERED:
+        if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})
         stand_in = next(each for each in torch.utils._pytree.tree_leaves([args, kwargs]) if isinstance(each, cls))
         raise createPoptorchError(

@@ -1,4 +1,4 @@
-"""Storages and tensors of a capture, with their current values."""
+"""`TensorStorage`, `TensorView`: storages and tensors of a capture, with their current values."""
 
 from __future__ import annotations
 
@@ -13,27 +13,43 @@ from poptorch.capture.trace import Value, View
 
 @dataclass(eq=False)
 class TensorStorage:
-    """A storage: current value, layout of its base tensor, which it keeps alive, and a version count."""
+    """A storage.
+
+    Attributes:
+        base: tensor of all of it, which is kept alive.
+        layout: layout of the base.
+        value: current value.
+        blocks_grad: whether gradients stop at a view of it that needs none, according to PyTorch.
+        version: number of writes.
+        pending: values of views for which `record_gradient` is pending, with its arguments.
+    """
 
     base: torch.Tensor
     layout: TensorLayout
     value: Value
     blocks_grad: bool = True
-    """Whether PyTorch knows of a tensor that looks at it, and needs no gradient, that none flow through it."""
     version: int = 0
-    unsettled: list[tuple[Value, torch.Tensor, bool]] = field(default_factory=list)
-    """Values of tensors that look at it, of which it is not known yet whether gradients flow through them."""
+    pending: list[tuple[Value, torch.Tensor, bool]] = field(default_factory=list)
 
     def resolve_requires_grad(self) -> None:
-        """Record gradient flow of unsettled values."""
-        for value, t, blocks_grad in self.unsettled:
+        """Record the gradient flow of pending values."""
+        for value, t, blocks_grad in self.pending:
             record_gradient(value, t, blocks_grad)
-        self.unsettled.clear()
+        self.pending.clear()
 
 
 @dataclass(eq=False)
 class TensorView:
-    """A tensor: its storage, views into this storage, and the value at its last read."""
+    """A tensor of the model.
+
+    Attributes:
+        tensor: the tensor, which is kept alive.
+        storage: its storage.
+        lens: views that lead from the storage's base to it.
+        value: its value at its last read.
+        version: version of the storage at that read.
+        is_frozen: whether gradients of its uses stop at it, after `t.requires_grad_(False)`.
+    """
 
     tensor: torch.Tensor
     storage: TensorStorage
@@ -41,4 +57,3 @@ class TensorView:
     value: Value
     version: int
     is_frozen: bool = False
-    """Whether gradients from its uses stop here for now: `t.requires_grad_(False)`."""

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from poptorch.base.patching import patched, pushed
 from poptorch.capture.autocast import NARROWED, autocast_dtype, narrowed
 from poptorch.capture.captured_constants import is_users
+from poptorch.capture.contents import TensorContents
 from poptorch.capture.decompositions import sequential_update
 from poptorch.capture.devices import HOST, IPU
 from poptorch.capture.host_draws import HostDraws
@@ -25,10 +26,7 @@ from poptorch.capture.host_state import HostState
 from poptorch.capture.indexing import index_by_masks, is_mixed, masks_to_indices
 from poptorch.capture.interception import FunctionInterceptor, OpInterceptor
 from poptorch.capture.losses import retry_loss
-from poptorch.capture.preserved_functions import (
-    LOSSES,
-    PreservedFunction,
-)
+from poptorch.capture.preserved_functions import LOSSES, PreservedFunction
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.request import CaptureRequest
 from poptorch.capture.tensor_layout import TensorLayout
@@ -43,7 +41,6 @@ from poptorch.capture.torch_private import (
     in_transform,
     is_wrapped,
     shares_storage,
-    without_modes,
     written_arguments,
 )
 from poptorch.capture.trace import Trace, tensors_in
@@ -53,15 +50,7 @@ _OVERWRITING = frozenset(
     f"aten.{name}_"
     for name in ("bernoulli", "cauchy", "copy", "exponential", "fill", "geometric", "log_normal", "normal", "random")
 ) | {"aten.uniform_", "aten.zero_"}
-"""Ops in place that do not look at what they overwrite. Their names keep the underscore."""
-
-
-CANNOT_READ = (
-    "The numbers in a tensor cannot be read while a model is compiled: it becomes one program for whatever numbers "
-    "come. Choose by them with `torch.where` or `poptorch.cond`, index with `index_select`, `gather` or "
-    "`poptorch.dynamic_slice`, and state sizes such as `num_classes`."
-)
-"""What is said where a model reads a number."""
+"""In-place ops whose results do not depend on the overwritten contents. Their names keep the underscore."""
 
 
 _NOT_A_VIEW = (
@@ -75,14 +64,16 @@ class Tracer:
 
     Attributes:
         recorder: recorder of the ops.
+        contents: contents of tensors, where code reads them.
         hooks: descriptions of hooks on gradients.
         host_state: state of the host before `forward`.
     """
 
-    def __init__(self, asked: CaptureRequest, preserves: bool) -> None:
-        self._breaks, self._lowered = asked.breaks, asked.lowered
-        self.has_counters = asked.tape is not None
-        self.recorder = Recorder(asked)
+    def __init__(self, request: CaptureRequest, preserves: bool) -> None:
+        self._lowered = request.lowered
+        self.has_counters = request.tape is not None
+        self.recorder = Recorder(request)
+        self.contents = TensorContents(self, request.breaks)
         self.hooks: list[str] = []
         self.host_state: HostState
         self._preserves = preserves
@@ -107,7 +98,7 @@ class Tracer:
             return memory.as_strided(place.shape, place.stride, place.offset).detach()
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def intercepting(self) -> Iterator[None]:
         """Intercept all ops within a block."""
         with torch.enable_grad(), self._fake, self.op_interceptor, self.function_interceptor:
             yield
@@ -116,12 +107,12 @@ class Tracer:
         """Suspend recording within a block."""
         return patched(self, is_suspended=True)
 
-    def hears(self, given: Any) -> bool:
+    def records(self, arguments: Any) -> bool:
         """Whether operations on these arguments are recorded: another thread may run unrelated ones."""
-        is_own = any(isinstance(t, FakeTensor) and t.fake_mode is self._fake for t in pytree.tree_leaves(given))
+        is_own = any(isinstance(t, FakeTensor) and t.fake_mode is self._fake for t in pytree.tree_leaves(arguments))
         return is_own and not self.is_suspended and not in_transform()
 
-    # Where tensors are ----------------------------------------------------------------------------------------------
+    # Devices of tensors ----------------------------------------------------------------------------------------------
 
     def device_of(self, t: torch.Tensor, frame: FrameType) -> torch.device | None:
         """Device of a tensor, as reported to user code in a frame; `None` if PyTorch should answer."""
@@ -132,7 +123,7 @@ class Tracer:
         """Device of a tensor from the model's perspective."""
         return HOST if not is_wrapped(t) and self.recorder.is_on_host(t) else IPU
 
-    def making(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+    def placing_intermediates(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
         """Place intermediate tensors of a function on the host, if all tensor arguments are host tensors."""
         tensors = tensors_in((args, kwargs))
         makes_on_host = bool(tensors) and all(self.to_model(t) == HOST for t in tensors)
@@ -164,7 +155,7 @@ class Tracer:
         self.recorder.results(node, results)
         return results
 
-    def function_of(self, body: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Trace, list[torch.Tensor]]:
+    def trace_body(self, body: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Trace, list[torch.Tensor]]:
         """Trace a function body for a control-flow op, on copies of its inputs; returns fake results, too."""
         with self.recorder.frames.nested() as trace:
             with self.suspended():
@@ -181,16 +172,18 @@ class Tracer:
             trace.outputs = [self.recorder.value_of(t) for t in results]
         return trace, results
 
-    def function(self, preserved: PreservedFunction, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def record_preserved(
+        self, preserved: PreservedFunction, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Record a preserved PyTorch function as one op, or run it op by op if preserving is disabled."""
         narrow = autocast_dtype()
         if self._preserves and narrow is not None and preserved.op in NARROWED:
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: narrowed(t, narrow), (args, kwargs))
             with torch.autocast("cpu", enabled=False):
-                return self.function(preserved, function, args, kwargs)
+                return self.record_preserved(preserved, function, args, kwargs)
         if not self._preserves or narrow is not None:  # autocast casts the arguments of inner functions
             results = function(*args, **kwargs)
-            return self.loss(results) if preserved.op in LOSSES else results
+            return self.record_loss(results) if preserved.op in LOSSES else results
         given = preserved.arguments(function, args, kwargs)
         if given is None and preserved.otherwise is not None:
             with self.function_interceptor:
@@ -198,7 +191,7 @@ class Tracer:
         if given is None:
             return function(*args, **kwargs)
         if given.pop("inplace", False):
-            return given["input"].copy_(self.function(preserved, function, (), given))
+            return given["input"].copy_(self.record_preserved(preserved, function, (), given))
         written = preserved.writes(given)
         with self.suspended():
             try:
@@ -216,13 +209,13 @@ class Tracer:
             self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
         return results
 
-    def detach_(self, t: torch.Tensor) -> torch.Tensor:
+    def record_detach_(self, t: torch.Tensor) -> torch.Tensor:
         """Record `Tensor.detach_`, which PyTorch does not dispatch as an op."""
         node = self.recorder.node("aten.detach", "default", {"input": t})
         self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
         return t.detach_()
 
-    def set_data(self, t: torch.Tensor, data: torch.Tensor) -> None:
+    def record_set_data(self, t: torch.Tensor, data: torch.Tensor) -> None:
         """Record `t.data = data`, which PyTorch does not dispatch as an op: new contents, unchanged autograd history.
 
         They are copied: later writes to `data` do not show in `t`. Earlier views of `t` keep the old numbers.
@@ -238,20 +231,8 @@ class Tracer:
             t.data = data.detach().clone()
         self.recorder.rebind(t, before, content)
 
-    def read_contents(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Result of a function that reads tensor contents."""
-        numbers = None if in_transform() else self.recorder.numbers_of(args[0])
-        if numbers is None and function not in _NEVER_CUT and self.may_break_graph:
-            return self.break_graph(function, args, kwargs)
-        if numbers is None:
-            raise createPoptorchError(
-                f"{CANNOT_READ} It is needed here ({self.recorder.source()}): {function.__name__}."
-            )
-        with self.suspended(), without_modes():
-            return function(numbers.clone(), *args[1:], **kwargs)
-
-    def copied(self, t: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        """`copy.deepcopy(t)`."""
+    def deep_copy(self, t: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy a tensor, as `copy.deepcopy` does."""
         if id(t) not in memo:
             copy = t.detach().clone().requires_grad_(t.requires_grad)
             memo[id(t)] = torch.nn.Parameter(copy, t.requires_grad) if isinstance(t, torch.nn.Parameter) else copy
@@ -269,35 +250,19 @@ class Tracer:
         if (self._preserves if is_forward else self._has_preserved) and not in_transform():
             raise RetryWithoutPreserving
 
-    def has_known_values(self, t: torch.Tensor) -> bool:
-        """Whether the contents of a tensor are constant across runs."""
-        return not in_transform() and self.recorder.is_constant(t)
-
-    def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
-        """Difference `stop - start` of two scalars, if constant across runs; otherwise `None`."""
-        return self.recorder.distance(start, stop, sees_selects=self.is_one_program)
-
-    def check_classes(self, input: torch.Tensor, num_classes: int = -1) -> None:
-        """Check that `one_hot` receives a number of classes, or can read its input.
-
-        Raises:
-            poptorch.Error: if it is not: the shape of the result is made from it.
-        """
-        if num_classes == -1 and not self.has_known_values(input) and not self.may_break_graph:
-            raise createPoptorchError(
-                "OneHot num classes must be specified and must be constant. Without it the shape of the result depends "
-                f"on the numbers in the tensor: `one_hot(x, num_classes=...)` ({self.recorder.source()})."
-            )
-
-    def loss(self, x: torch.Tensor) -> Any:
+    def record_loss(self, x: torch.Tensor) -> Any:
         """Mark a tensor as a loss."""
         return self.record("poptorch.identity_loss", lambda x, reduction: x.clone(), {"x": x, "reduction": "none"})
 
-    def op(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    def record_op(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         """Record an op of PyTorch."""
         if self.is_suspended or op.namespace == "prim":
             return op(*args, **kwargs)
-        if op._opname.rstrip("_") == "index_put" and is_mixed(args[1]) and (places := masks_to_indices(self, args[1])):
+        if (
+            op._opname.rstrip("_") == "index_put"
+            and is_mixed(args[1])
+            and (places := masks_to_indices(self.contents, args[1]))
+        ):
             args = (args[0], places, *args[2:])
         given = arguments_of(op, args, kwargs)
         generator = given.pop("generator", None)
@@ -319,10 +284,11 @@ class Tracer:
                 raise RuntimeError(_NOT_A_VIEW) from None
             raise
         except UNREADABLE:
-            results = self._constant_result(op, args, kwargs)
-            if results is None and not self.may_break_graph:
+            reads_masks = op in (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)
+            constant = index_by_masks(self, *args) if reads_masks else self.contents.result_of(op, args, kwargs)
+            if constant is None and not self.contents.may_break_graph:
                 raise
-            return self.break_graph(op, args, kwargs) if results is None else results
+            return self.contents.break_graph(op, args, kwargs) if constant is None else constant
         if torch.Tag.inplace_view in op.tags:
             self.recorder.moved(args[0])
         elif written:
@@ -383,64 +349,6 @@ class Tracer:
         for t in tensors:
             self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
 
-    def _constant_result(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-        """Result of an op that reads tensor contents; `None` if these are unknown before a run."""
-        if op in (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default):
-            return index_by_masks(self, *args)
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        known = [self.recorder.numbers_of(t) if isinstance(t, torch.Tensor) else t for t in leaves]
-        if any(numbers is None and leaf is not None for numbers, leaf in zip(known, leaves, strict=True)):
-            return None
-        with without_modes():
-            args, kwargs = pytree.tree_unflatten(known, structure)
-            results = op(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, self.constant, results)
-
-    @property
-    def may_break_graph(self) -> bool:
-        """Whether a graph break is allowed at this point."""
-        return self._breaks is not None and not (self.recorder.frames.is_nested or in_transform())
-
-    @property
-    def is_one_program(self) -> bool:
-        """Whether no graph break can serve this place: none is allowed, or there are several micro-batches."""
-        return not self.may_break_graph or self._breaks is not None and self._breaks.micro_batches > 1
-
-    def break_graph(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Insert a graph break for a function with run-dependent results; returns these results."""
-        assert self._breaks is not None
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        values = [self.recorder.value_of(leaves[i]) for i in places]
-        others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-        def run(tensors: Sequence[torch.Tensor]) -> Any:
-            given = list(others)
-            for i, t in zip(places, tensors, strict=True):
-                given[i] = t
-            args, kwargs = pytree.tree_unflatten(given, structure)
-            return function(*args, **kwargs)
-
-        source = self.recorder.source()
-        with self.suspended(), without_modes():
-            tracked = any(leaves[i].requires_grad for i in places)
-            graph_break, made = self._breaks.insert(len(self.recorder.trace.nodes), values, run, source, tracked)
-
-        def begin(t: torch.Tensor) -> torch.Tensor:
-            fake = self.fake(t.detach())
-            graph_break.made.append(self.recorder.new_made(fake))
-            return fake
-
-        result = pytree.tree_map_only(torch.Tensor, begin, made)
-        self._breaks.know(graph_break, made)
-        return result
-
-    def constant(self, numbers: torch.Tensor) -> torch.Tensor:
-        """New tensor with known contents."""
-        t = self.fake(numbers)
-        self.recorder.new_constant(t, numbers)
-        return t
-
     def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
         """Run an op that overwrites user tensors outside the model on fake copies, so that they keep their contents."""
         for t in plain:
@@ -449,10 +357,6 @@ class Tracer:
         back = {id(other): t for other, t in zip(others.values(), plain, strict=True)}
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: others.get(id(t), t), (args, kwargs))
         return pytree.tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), op(*args, **kwargs))
-
-
-_NEVER_CUT = (torch.Tensor.data_ptr, torch.Tensor.__format__)
-"""Functions whose result says nothing to the program, or something else in each run."""
 
 
 class RetryWithoutPreserving(BaseException):

@@ -20,16 +20,16 @@ from popxl.extend.ops import NORM
 lowers("aten.view_as_real")(lambda input: ops.view_as_real(input))
 lowers("aten.view_as_complex")(lambda input: ops.view_as_complex(input))
 lowers("aten._neg_view")(lambda input: ops.negate(input))
-# PyTorch's derivatives apply it to real numbers, too.
+# `conjugate` also takes real numbers, which PyTorch's derivatives apply it to.
 lowers("aten._conj", "aten._conj_physical", "aten.conj_physical")(lambda input: conjugate(input))
 
-PUT_BACK: Mapping[str, Callable[[popxl.Tensor], popxl.Tensor]] = {
+VIEW_INVERSES: Mapping[str, Callable[[popxl.Tensor], popxl.Tensor]] = {
     "aten.view_as_real": ops.view_as_complex,
     "aten.view_as_complex": ops.view_as_real,
     "aten._conj": ops.conj,
     "aten._neg_view": ops.negate,
 }
-"""Inverses of views: a value written to the view, as a value of its base."""
+"""Inverses of views, which convert a value written to the view to the value of its base."""
 
 
 lowers("aten.complex")(lambda real, imag: ops.complex(*promoted(real, imag)))
@@ -45,26 +45,26 @@ def sgn(input: Any) -> Any:
 
 # Fourier transforms ---------------------------------------------------------------------------------------------------
 
-_FORWARDS: Sequence[NORM] = ("backward", "ortho", "forward")
-_BACK: Sequence[NORM] = ("forward", "ortho", "backward")
+_FORWARD_NORMS: Sequence[NORM] = ("backward", "ortho", "forward")
+_INVERSE_NORMS: Sequence[NORM] = ("forward", "ortho", "backward")
 """popxl's names of PyTorch's normalisations: divisors 1, √n and n, for n elements."""
 
 
 @lowers("aten._fft_c2c")
-def of_complex(input: popxl.Tensor, dim: Sequence[int], normalization: int, forward: bool) -> popxl.Tensor:
+def fft_c2c(input: popxl.Tensor, dim: Sequence[int], normalization: int, forward: bool) -> popxl.Tensor:
     if not dim:
         return ops.identity(input)
     if forward:
-        return ops.fft(input, dim, norm=_FORWARDS[normalization])
-    return ops.ifft(input, dim, norm=_BACK[normalization])
+        return ops.fft(input, dim, norm=_FORWARD_NORMS[normalization])
+    return ops.ifft(input, dim, norm=_INVERSE_NORMS[normalization])
 
 
 @lowers("aten._fft_r2c")
-def of_real(input: popxl.Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> popxl.Tensor:
-    return (ops.rfft if onesided else ops.fft)(input, dim, norm=_FORWARDS[normalization])
+def fft_r2c(input: popxl.Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> popxl.Tensor:
+    return (ops.rfft if onesided else ops.fft)(input, dim, norm=_FORWARD_NORMS[normalization])
 
 
 @lowers("aten._fft_c2r")
-def to_real(input: popxl.Tensor, dim: Sequence[int], normalization: int, last_dim_size: int) -> popxl.Tensor:
+def fft_c2r(input: popxl.Tensor, dim: Sequence[int], normalization: int, last_dim_size: int) -> popxl.Tensor:
     sizes = [*(input.shape[d] for d in dim[:-1]), last_dim_size]
-    return ops.irfft(input, dim, sizes, norm=_BACK[normalization])
+    return ops.irfft(input, dim, sizes, norm=_INVERSE_NORMS[normalization])

@@ -1,4 +1,4 @@
-"""Convolutions. PyTorch resolves padding modes and unbatched images beforehand."""
+"""Convolutions. PyTorch resolves padding modes and adds a batch dimension beforehand."""
 
 from __future__ import annotations
 
@@ -28,18 +28,25 @@ def convolution(
     groups: int,
 ) -> popxl.Tensor:
     axes = len(input.shape) - 2
-    stride, padding, dilation, more = (per_axis(sizes, axes) for sizes in (stride, padding, dilation, output_padding))
+    stride, padding, dilation, output_padding = (
+        per_axis(sizes, axes) for sizes in (stride, padding, dilation, output_padding)
+    )
     if not input.dtype.is_inexact:
-        out = _of_integers(
-            input, weight, stride=stride, padding=padding, dilation=dilation, groups=groups,
-            spread=more if transposed else None,
-        )  # fmt: skip
+        out = _integer_conv(
+            input,
+            weight,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            output_padding=output_padding if transposed else None,
+        )
     elif not transposed:
         out = ops.conv(input, weight, stride, padding * 2, dilation, groups)
     else:
         if max(dilation) > 1:
-            weight = _dilated(weight, dilation=dilation)
-        out = ops.conv_transpose(input, weight, stride, padding * 2, (), groups, output_padding=more)
+            weight = _dilate_kernel(weight, dilation=dilation)
+        out = ops.conv_transpose(input, weight, stride, padding * 2, (), groups, output_padding=output_padding)
     return out if bias is None else ops.add(*promoted(out, ops.reshape(bias, (-1, *(1,) * axes))))
 
 
@@ -50,7 +57,7 @@ def per_axis(sizes: int | Sequence[int], axes: int) -> tuple[int, ...]:
 
 
 @jax_op(title="IntegerConv", gradient=None)
-def _of_integers(
+def _integer_conv(
     input: Any,
     weight: Any,
     *,
@@ -58,34 +65,34 @@ def _of_integers(
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
     groups: int,
-    spread: tuple[int, ...] | None,
+    output_padding: tuple[int, ...] | None,
 ) -> Any:
-    """Integer convolution, summed over kernel positions one by one; floats would round the integers.
+    """Integer convolution, as a sum over kernel positions; floats would round the integers.
 
     Args:
-        spread: for a transposed convolution, the output padding: `input` is spread by the stride.
+        output_padding: output padding of a transposed convolution; `None` for any other.
     """
     kernel, axes = weight.shape[2:], range(2, input.ndim)
     edges = [(pad, pad, 0) for pad in padding]
-    if spread is not None:
+    if output_padding is not None:  # a convolution of the input dilated by the stride, with the flipped kernel
         grouped = weight.reshape(groups, -1, *weight.shape[1:]).swapaxes(1, 2)
         weight = jnp.flip(grouped.reshape(-1, *grouped.shape[2:]), axes)
         reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        sides = zip(reach, padding, spread, stride, strict=True)
-        edges, stride = [(r - pad, r - pad + more, s - 1) for r, pad, more, s in sides], (1,) * len(kernel)
+        sizes = zip(reach, padding, output_padding, stride, strict=True)
+        edges, stride = [(r - pad, r - pad + more, s - 1) for r, pad, more, s in sizes], (1,) * len(kernel)
     input = lax.pad(input, input.dtype.type(0), [(0, 0, 0)] * 2 + edges)
-    each = zip(input.shape[2:], dilation, kernel, stride, strict=True)
-    counts = [(size - d * (k - 1) - 1) // s + 1 for size, d, k, s in each]
+    sizes = zip(input.shape[2:], dilation, kernel, stride, strict=True)
+    counts = [(size - d * (k - 1) - 1) // s + 1 for size, d, k, s in sizes]
     images = input.reshape(len(input), groups, -1, *input.shape[2:])
     kernels = weight.reshape(groups, -1, *weight.shape[1:])
     out: Any = 0
-    for place in itertools.product(*map(range, kernel)):
-        steps = zip(place, dilation, counts, stride, strict=True)
-        seen = images[(..., *(slice(i * d, i * d + (n - 1) * s + 1, s) for i, d, n, s in steps))]
-        out += jnp.einsum("ngc...,gmc->ngm...", seen, kernels[(..., *place)])
+    for position in itertools.product(*map(range, kernel)):
+        sizes = zip(position, dilation, counts, stride, strict=True)
+        window = images[(..., *(slice(i * d, i * d + (n - 1) * s + 1, s) for i, d, n, s in sizes))]
+        out += jnp.einsum("ngc...,gmc->ngm...", window, kernels[(..., *position)])
     return out.reshape(len(input), -1, *counts)
 
 
 @jax_op(title="DilateKernel")
-def _dilated(weight: Any, *, dilation: tuple[int, ...]) -> Any:
+def _dilate_kernel(weight: Any, *, dilation: tuple[int, ...]) -> Any:
     return lax.pad(weight, weight.dtype.type(0), [(0, 0, 0)] * 2 + [(0, 0, step - 1) for step in dilation])

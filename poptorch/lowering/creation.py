@@ -1,4 +1,4 @@
-"""Tensors created from plain numbers."""
+"""Creation ops: tensors from plain numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from poptorch.lowering.operands import Number, broadcast, cast_like, constant_of
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 
-# One number everywhere ------------------------------------------------------------------------------------------------
+# Constant fills -------------------------------------------------------------------------------------------------------
 
 
 def fill_like_node(value: Number | complex) -> popxl.Tensor:
@@ -26,13 +26,14 @@ def fill_like_node(value: Number | complex) -> popxl.Tensor:
     return broadcast(t, shape=wanted.shape) if wanted.shape else t
 
 
-def _constant_fill(value: Number, *names: str) -> None:
+def _declare_fill(value: Number, *names: str) -> None:
+    """Declare ops that fill a tensor with a constant."""
     lowers(*(f"aten.{name}" for name in names))(lambda **given: fill_like_node(value))
 
 
 _EMPTY = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
-_constant_fill(0, "zeros", "zeros_like", "new_zeros", "zero_", *_EMPTY)
-_constant_fill(1, "ones", "ones_like", "new_ones")
+_declare_fill(0, "zeros", "zeros_like", "new_zeros", "zero_", *_EMPTY)
+_declare_fill(1, "ones", "ones_like", "new_ones")
 
 
 @lowers("aten.full", "aten.full_like", "aten.new_full")
@@ -61,9 +62,8 @@ def arange(start: Number = 0, step: Number = 1, **given: Any) -> popxl.Tensor:
     return cast_like(constant_of(torch.from_numpy(numbers)), wanted.dtype)
 
 
-def _sequence(name: str) -> None:
-    """Declare a function of plain numbers: PyTorch computes it once, into a constant."""
-
+def _declare_constant(name: str) -> None:
+    """Declare an op on plain numbers, whose result PyTorch computes as a constant of the program."""
     function = attrgetter(name.replace("fft_", "fft."))(torch)
 
     @lowers(f"aten.{name}")
@@ -74,29 +74,29 @@ def _sequence(name: str) -> None:
 
 
 for _name in ("linspace", "logspace", "tril_indices", "triu_indices", "fft_fftfreq", "fft_rfftfreq"):
-    _sequence(_name)
+    _declare_constant(_name)
 for _name in ("bartlett", "blackman", "hamming", "hann", "kaiser"):
-    _sequence(f"{_name}_window")
+    _declare_constant(f"{_name}_window")
 
 
-def _between(start: Number | popxl.Tensor, end: Number | popxl.Tensor, steps: int) -> popxl.Tensor:
+def _evenly_spaced(start: Number | popxl.Tensor, end: Number | popxl.Tensor, steps: int) -> popxl.Tensor:
     """`steps` evenly spaced numbers between `start` and `end`, inclusive; at least one endpoint is a tensor."""
-    way = popxl.constant(np.linspace(0, 1, steps), popxl.float32)
+    fraction = popxl.constant(np.linspace(0, 1, steps), popxl.float32)
     first, last = (cast_like(each, popxl.float32) for each in (start, end))
-    return first * (1 - way) + last * way
+    return first * (1 - fraction) + last * fraction
 
 
-_OF_TENSORS = ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
+_TENSOR_OVERLOADS = ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
 
 
-@lowers(*(f"aten.linspace.{overload}" for overload in _OF_TENSORS))
+@lowers(*(f"aten.linspace.{overload}" for overload in _TENSOR_OVERLOADS))
 def linspace(
     start: Number | popxl.Tensor, end: Number | popxl.Tensor, steps: int, dtype: popxl.dtype | None = None
 ) -> popxl.Tensor:
-    return _between(start, end, steps)
+    return _evenly_spaced(start, end, steps)
 
 
-@lowers(*(f"aten.logspace.{overload}" for overload in _OF_TENSORS))
+@lowers(*(f"aten.logspace.{overload}" for overload in _TENSOR_OVERLOADS))
 def logspace(
     start: Number | popxl.Tensor,
     end: Number | popxl.Tensor,
@@ -104,7 +104,7 @@ def logspace(
     base: float = 10,
     dtype: popxl.dtype | None = None,
 ) -> popxl.Tensor:
-    exponents = _between(start, end, steps)
+    exponents = _evenly_spaced(start, end, steps)
     return ops.pow(popxl.constant(base, popxl.float32), exponents)
 
 

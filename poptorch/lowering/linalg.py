@@ -27,15 +27,15 @@ def product(lhs: popxl.Tensor, rhs: popxl.Tensor) -> popxl.Tensor:
     return ops.matmul(lhs, rhs)
 
 
-def _multiplies(names: str, other: str) -> None:
-    """Declare a plain matrix product; `other` names the second factor."""
+def _declare_product(names: str, other: str) -> None:
+    """Declare a matrix product; `other` names the second factor."""
     lowers(*names.split())(lambda input, **factor: product(input, factor[other]))
 
 
-_multiplies("torch.matmul", "other")
-_multiplies("aten.mm aten.bmm", "mat2")
-_multiplies("aten.mv", "vec")
-_multiplies("aten.dot", "tensor")
+_declare_product("torch.matmul", "other")
+_declare_product("aten.mm aten.bmm", "mat2")
+_declare_product("aten.mv", "vec")
+_declare_product("aten.dot", "tensor")
 
 
 @lowers("aten.vdot")
@@ -57,9 +57,9 @@ def _by_group(a: Any, b: Any, ends: Any) -> Any:
         return lax.ragged_dot(a, b, sizes)
     if a.ndim == 3:
         return lax.ragged_dot(b.T, a.swapaxes(1, 2), sizes).T
-    places = jnp.arange(b.shape[0])
-    is_in = (places < ends[:, None]) & (places >= (ends - sizes)[:, None])
-    return jnp.where(is_in[:, None], a, 0) @ b
+    rows = jnp.arange(b.shape[0])
+    in_group = (rows < ends[:, None]) & (rows >= (ends - sizes)[:, None])
+    return jnp.where(in_group[:, None], a, 0) @ b
 
 
 @lowers("torch.grouped_mm")
@@ -77,8 +77,7 @@ def _rows(t: popxl.Tensor) -> popxl.Tensor:
 
 @jax_op(title="LinearWeightsGrad")
 def _weights_gradient(g: Any, input: Any) -> Any:
-    # Its rows are not merged into one dimension here: for operands that another product takes unmerged, XLA would make
-    # a second copy for TPUs.
+    # Rows stay in several dimensions: if another product takes these operands unmerged, XLA would copy them for TPUs.
     return products.weights_gradient(g, input, is_rounded=True).astype(g.dtype)
 
 
@@ -91,7 +90,7 @@ def _weights_gradient(g: Any, input: Any) -> Any:
     },
 )
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    # Weights have a row for each result. If they were transposed, each product would keep a copy of them for its
+    # Weights have a row for each result. They are not transposed: each product would keep a transposed copy for its
     # gradient.
     out = products.linear(input, weight, is_rounded=bias is None)
     return (out if bias is None else out + widen(bias)).astype(input.dtype)
@@ -105,17 +104,17 @@ def linear(input: popxl.Tensor, weight: popxl.Tensor, bias: popxl.Tensor | None 
     return out if bias is None else ops.add(*promoted(out, bias))
 
 
-def _adds(name: str, multiplied: Callable[..., popxl.Tensor]) -> None:
+def _declare_sum(name: str, multiplied: Callable[..., popxl.Tensor]) -> None:
     """Declare `beta * input + alpha * product`; `multiplied` computes the product from factors by name."""
 
     def lowering(input: popxl.Tensor, beta: float = 1, alpha: float = 1, **factors: popxl.Tensor) -> popxl.Tensor:
-        if alpha == 0:  # not even infinities and NaN count
+        if alpha == 0:  # the product is ignored, infinities and NaN included
             (spec,) = emission().wanted
             out = ops.init(spec.shape, spec.dtype, "zeros", "zero")
         else:
             out = multiplied(**factors)
             out = out if alpha == 1 else out * alpha
-        if beta == 0:  # nor here
+        if beta == 0:  # likewise the input
             return out
         return ops.add(*promoted(out, input if beta == 1 else cast_like(input, out.dtype) * beta))
 
@@ -125,15 +124,15 @@ def _adds(name: str, multiplied: Callable[..., popxl.Tensor]) -> None:
 def _summed_products(batch1: popxl.Tensor, batch2: popxl.Tensor) -> popxl.Tensor:
     """Sum of batched products, as one product of horizontally and vertically stacked matrices."""
     batch, rows, inner = batch1.shape
-    beside = ops.reshape(ops.transpose(batch1, (1, 0, 2)), (rows, batch * inner))
-    return product(beside, ops.reshape(batch2, (batch * inner, batch2.shape[2])))
+    stacked = ops.reshape(ops.transpose(batch1, (1, 0, 2)), (rows, batch * inner))
+    return product(stacked, ops.reshape(batch2, (batch * inner, batch2.shape[2])))
 
 
-_adds("addmm", lambda mat1, mat2: product(mat1, mat2))
-_adds("addmv", lambda mat, vec: product(mat, vec))
-_adds("baddbmm", lambda batch1, batch2: product(batch1, batch2))
-_adds("addbmm", _summed_products)
-_adds("addr", lambda vec1, vec2: product(ops.reshape(vec1, (-1, 1)), ops.reshape(vec2, (1, -1))))
+_declare_sum("addmm", lambda mat1, mat2: product(mat1, mat2))
+_declare_sum("addmv", lambda mat, vec: product(mat, vec))
+_declare_sum("baddbmm", lambda batch1, batch2: product(batch1, batch2))
+_declare_sum("addbmm", _summed_products)
+_declare_sum("addr", lambda vec1, vec2: product(ops.reshape(vec1, (-1, 1)), ops.reshape(vec2, (1, -1))))
 
 
 @lowers("torch.einsum")
@@ -163,11 +162,12 @@ def cross(input: Any, other: Any, *, dim: int = -1) -> Any:
 
 # Solvers and decompositions -------------------------------------------------------------------------------------------
 #
-# A program cannot raise for its numbers. A matrix that cannot be factored gives NaN or infinity, and an error code as
-# in PyTorch. Unused results are not computed.
+# A program cannot raise an error that depends on numbers. A matrix that cannot be factored gives NaN or infinity, and
+# PyTorch's error code. Unused results are not computed.
 
 
-def _of_matrices(names: str, function: Callable[..., Any], title: str = "") -> None:
+def _declare_matrix_op(names: str, function: Callable[..., Any], title: str = "") -> None:
+    """Declare a real op on matrices; its title in printed graphs is by default derived from the first name."""
     first, *_ = names.split()
     plain = first.removeprefix("_").removeprefix("linalg_").removesuffix("_ex")
     title = title or "".join(map(str.capitalize, plain.split("_")))
@@ -202,8 +202,8 @@ def _first_indefinite(matrix: Any) -> Any:
         found = jnp.where((found == 0) & ~(pivot > 0), k + 1, found)
         return rest - column[..., :, None] * (column / pivot[..., None])[..., None, :], found
 
-    none = jnp.zeros(matrix.shape[:-2], jnp.int32)
-    return lax.fori_loop(jnp.int32(0), matrix.shape[-1], eliminate_column, (matrix, none))[1]
+    not_found = jnp.zeros(matrix.shape[:-2], jnp.int32)
+    return lax.fori_loop(jnp.int32(0), matrix.shape[-1], eliminate_column, (matrix, not_found))[1]
 
 
 def _first_zero(packed: Any) -> Any:
@@ -218,24 +218,26 @@ def _inverse(A: Any, *, check_errors: bool = False) -> Any:
 
 def _solve(A: Any, B: Any, *, left: bool = True, check_errors: bool = False) -> Any:
     packed, pivots, _ = lax.linalg.lu(lax.stop_gradient(A))
-    return _solved(A, B, left), packed, pivots + 1, _first_zero(packed)
+    return _solution(A, B, left), packed, pivots + 1, _first_zero(packed)
 
 
-def _solved(A: Any, B: Any, left: bool) -> Any:
+def _solution(A: Any, B: Any, left: bool) -> Any:
+    """Solution `X` of `AX = B`, or of `XA = B`."""
     if not left:
-        return _solved(A.mT, B.mT, True).mT
+        return _solution(A.mT, B.mT, True).mT
     if B.ndim == A.ndim - 1 and B.shape == A.shape[:-1]:  # vectors
         return jnp.linalg.solve(A, B[..., None])[..., 0]
     return jnp.linalg.solve(A, B)
 
 
-def _of_one_batch(*matrices: Any) -> Any:
+def _broadcast_batches(*matrices: Any) -> Any:
+    """Broadcast all dimensions but the last two."""
     batch = jnp.broadcast_shapes(*(m.shape[:-2] for m in matrices))
     return [jnp.broadcast_to(m, batch + m.shape[-2:]) for m in matrices]
 
 
 def _solve_triangular(input: Any, B: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
-    input, B = _of_one_batch(input, B)
+    input, B = _broadcast_batches(input, B)
     return lax.linalg.triangular_solve(input, B, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
@@ -259,7 +261,7 @@ def _least_squares(input: Any, b: Any, *, rcond: float | None = None, driver: st
 
 
 def _cholesky_solve(input: Any, input2: Any, *, upper: bool = False) -> Any:
-    input, input2 = _of_one_batch(input, input2)
+    input, input2 = _broadcast_batches(input, input2)
     return jax.scipy.linalg.cho_solve((input2, not upper), input)
 
 
@@ -298,7 +300,7 @@ def _lu_factor(A: Any, *, pivot: bool = True, check_errors: bool = False) -> Any
 def _lu_solve(LU: Any, pivots: Any, B: Any, *, left: bool = True, adjoint: bool = False) -> Any:
     if not left:
         return _lu_solve(LU, pivots, B.mT, adjoint=not adjoint).mT
-    LU, B = _of_one_batch(LU, B)
+    LU, B = _broadcast_batches(LU, B)
     rows = jnp.broadcast_to(lax.linalg.lu_pivots_to_permutation(pivots - 1, LU.shape[-1]), LU.shape[:-1])
     solve = partial(lax.linalg.triangular_solve, LU, left_side=True, transpose_a=adjoint)
     if adjoint:
@@ -348,23 +350,23 @@ def _pinv(input: Any, atol: Any = None, rtol: Any = None, *, hermitian: bool = F
     return jnp.linalg.pinv(input, rtol=cutoff, hermitian=hermitian)
 
 
-_of_matrices("linalg_pinv", _pinv)
-_of_matrices("_linalg_det", lambda A: jnp.linalg.det(A), "Determinant")
-_of_matrices("_linalg_slogdet", lambda A: tuple(jnp.linalg.slogdet(A)), "LogDeterminant")
-_of_matrices("linalg_inv_ex", _inverse, "Inverse")
-_of_matrices("linalg_matrix_exp", lambda input: jax.scipy.linalg.expm(input))
-_of_matrices("linalg_cholesky_ex cholesky", _cholesky)
-_of_matrices("linalg_lu", _lu, "LU")
-_of_matrices("linalg_lu_factor_ex", _lu_factor, "LUFactor")
-_of_matrices("linalg_lu_solve", _lu_solve, "LUSolve")
-_of_matrices("lu_unpack", _lu_unpack, "LUUnpack")
-_of_matrices("linalg_lstsq", _least_squares, "LeastSquares")
-_of_matrices("triangular_solve", _triangular_solve, "TriangularSolve")
-_of_matrices("linalg_householder_product", _householder_product)
-_of_matrices("_linalg_solve_ex", _solve)
-_of_matrices("linalg_solve_triangular", _solve_triangular)
-_of_matrices("cholesky_solve", _cholesky_solve)
-_of_matrices("cholesky_inverse", _cholesky_inverse)
-_of_matrices("_linalg_eigh", _eigh)
-_of_matrices("_linalg_svd", _svd, "SVD")
-_of_matrices("linalg_qr", _qr, "QR")
+_declare_matrix_op("linalg_pinv", _pinv)
+_declare_matrix_op("_linalg_det", lambda A: jnp.linalg.det(A), "Determinant")
+_declare_matrix_op("_linalg_slogdet", lambda A: tuple(jnp.linalg.slogdet(A)), "LogDeterminant")
+_declare_matrix_op("linalg_inv_ex", _inverse, "Inverse")
+_declare_matrix_op("linalg_matrix_exp", lambda input: jax.scipy.linalg.expm(input))
+_declare_matrix_op("linalg_cholesky_ex cholesky", _cholesky)
+_declare_matrix_op("linalg_lu", _lu, "LU")
+_declare_matrix_op("linalg_lu_factor_ex", _lu_factor, "LUFactor")
+_declare_matrix_op("linalg_lu_solve", _lu_solve, "LUSolve")
+_declare_matrix_op("lu_unpack", _lu_unpack, "LUUnpack")
+_declare_matrix_op("linalg_lstsq", _least_squares, "LeastSquares")
+_declare_matrix_op("triangular_solve", _triangular_solve, "TriangularSolve")
+_declare_matrix_op("linalg_householder_product", _householder_product)
+_declare_matrix_op("_linalg_solve_ex", _solve)
+_declare_matrix_op("linalg_solve_triangular", _solve_triangular)
+_declare_matrix_op("cholesky_solve", _cholesky_solve)
+_declare_matrix_op("cholesky_inverse", _cholesky_inverse)
+_declare_matrix_op("_linalg_eigh", _eigh)
+_declare_matrix_op("_linalg_svd", _svd, "SVD")
+_declare_matrix_op("linalg_qr", _qr, "QR")

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import popxl
 from poptorch.capture.tensor_layout import overlaps, written_last
 from poptorch.capture.trace import LOOKED_AT, Data, View
-from poptorch.lowering.complex import PUT_BACK
+from poptorch.lowering.complex import VIEW_INVERSES
 from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, axis_of, broadcast, cast_like, constant_of, promoted
 from poptorch.lowering.registry import jax_op, lowers
@@ -178,8 +178,8 @@ def write_view(base: popxl.Tensor, content: popxl.Tensor, view: View) -> popxl.T
     """A tensor with a view's contents replaced."""
     if view.op == "aten.view" and view.overload == "dtype":  # without a derivative in PyTorch
         return replaced(base, bits(content, dtype=base.dtype))
-    if view.op in PUT_BACK:
-        return PUT_BACK[view.op](content)
+    if view.op in VIEW_INVERSES:
+        return VIEW_INVERSES[view.op](content)
     if view.op == "aten.detach":
         return replaced(base, content)
     return _write_one_view(base, content, view.op, view.overload, view.arguments, view.result)

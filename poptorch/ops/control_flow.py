@@ -46,7 +46,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: Tensors) -> Tensors:
         for _ in range(count):
             values = _as_list(body(*values))
         return values
-    trace, results = tracer.function_of(body, inputs)
+    trace, results = tracer.trace_body(body, inputs)
     if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in inputs]:
         raise createPoptorchError(
             f"for_loop: the body takes {shapes_text(inputs)} and returns {shapes_text(results)}. It has to "
@@ -87,8 +87,8 @@ def cond(
     if (tracer := current()) is None:
         body, inputs = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
         return _as_list(body(*(t.clone() for t in inputs)))
-    then_trace, results = tracer.function_of(then_body, then_inps)
-    else_trace, others = tracer.function_of(else_body, else_inps)
+    then_trace, results = tracer.trace_body(then_body, then_inps)
+    else_trace, others = tracer.trace_body(else_body, else_inps)
     if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in others]:
         raise createPoptorchError(
             f"cond: the bodies return {shapes_text(results)} and {shapes_text(others)}; expected the same of both."

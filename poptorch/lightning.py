@@ -369,7 +369,7 @@ class IPUStrategy(SingleDeviceStrategy):
             self.training._follow_host()
         _call_callback_hooks(module.trainer, "on_before_optimizer_step", optimizer)
         _call_lightning_module_hook(module.trainer, "on_before_optimizer_step", optimizer)
-        if self.training is not None and self.training._host_has_changed():
+        if self.training is not None and self.training._weights.host_has_changed():
             raise createPoptorchError(
                 "on_before_optimizer_step: a parameter or buffer has been changed. The gradient and the step of the "
                 "optimizer are one program, so nothing can change in between. Change it in `on_train_batch_end`, or in "

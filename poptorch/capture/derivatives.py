@@ -107,7 +107,7 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
         def noted(*args: Any, **kwargs: Any) -> Any:
             nonlocal arguments
             tensors = [t for t in args if isinstance(t, torch.Tensor)]
-            if not tracer.records(tensors):
+            if not tracer.is_recording(tensors):
                 return forward(*args, **kwargs)
             (context, *given) = args if isinstance(args[0], torch.autograd.function.FunctionCtx) else (None, *args)
             values = [recorder.value_of(t) if isinstance(t, torch.Tensor) and t.requires_grad else None for t in given]
@@ -126,7 +126,7 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
         @wraps(setup)
         def noted(ctx: Any, inputs: Sequence[Any], output: Any) -> Any:
             setup(ctx, inputs, output)
-            if tracer.records(inputs):
+            if tracer.is_recording(inputs):
                 record_results(ctx, output)
 
         return noted

@@ -167,7 +167,12 @@ class Recorder:
         self._introduce(t, value)
         return value
 
-    def write(self, t: torch.Tensor, value: Value) -> None:
+    def overwrite(self, node: Node, tensors: Iterable[torch.Tensor]) -> None:
+        """Add results to an op that overwrites tensors."""
+        for t in tensors:
+            self._write(t, self.result(node, tuple(t.shape), t.dtype))
+
+    def _write(self, t: torch.Tensor, value: Value) -> None:
         """Write a new value into a tensor, visible through all views of its storage."""
         self.value_of(t)  # makes it known
         tracked = self._views[id(t)]

@@ -107,7 +107,7 @@ class Tracer:
         """Suspend recording within a block."""
         return patched(self, is_suspended=True)
 
-    def records(self, arguments: Any) -> bool:
+    def is_recording(self, arguments: Any) -> bool:
         """Whether operations on these arguments are recorded: another thread may run unrelated ones."""
         is_own = any(isinstance(t, FakeTensor) and t.fake_mode is self._fake for t in pytree.tree_leaves(arguments))
         return is_own and not self.is_suspended and not in_transform()
@@ -205,14 +205,13 @@ class Tracer:
         self._has_preserved = True
         node = self.recorder.node(preserved.op, "", given)
         self.recorder.results(node, results)
-        for t in written:
-            self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
+        self.recorder.overwrite(node, written)
         return results
 
     def record_detach_(self, t: torch.Tensor) -> torch.Tensor:
         """Record `Tensor.detach_`, which PyTorch does not dispatch as an op."""
         node = self.recorder.node("aten.detach", "default", {"input": t})
-        self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
+        self.recorder.overwrite(node, [t])
         return t.detach_()
 
     def record_set_data(self, t: torch.Tensor, data: torch.Tensor) -> None:
@@ -346,8 +345,7 @@ class Tracer:
         node = self.recorder.node(name, overload, inputs, written=tensors)
         overwritten = list(map(id, tensors))
         self.recorder.results(node, [t for t in pytree.tree_leaves(results) if id(t) not in overwritten])
-        for t in tensors:
-            self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
+        self.recorder.overwrite(node, tensors)
 
     def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
         """Run an op that overwrites user tensors outside the model on fake copies, so that they keep their contents."""

@@ -152,7 +152,7 @@ def _checkpoint(t: torch.Tensor) -> torch.Tensor:
     if not isinstance(t, torch.Tensor):
         raise createPoptorchError(f"recomputationCheckpoint: expected tensors; got {t!r} ({type(t).__name__}).")
     kept, tracer = t.clone(), current()
-    if tracer is not None and tracer.records(kept):
+    if tracer is not None and tracer.is_recording(kept):
         tracer.recorder.keep(kept)
     return kept
 

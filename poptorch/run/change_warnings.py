@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from poptorch.base.logging_ import Warned, logger
 from poptorch.capture.attributes import Attributes
-from poptorch.run.compiled import Compiled
-from poptorch.run.graph_breaks import BrokenGraph
+from poptorch.run.graph_breaks import CompiledModel
 from poptorch.run.host_changes import HostChanges
 from poptorch.run.host_model import HostModel
 from poptorch.run.host_writes import HostWrites
@@ -23,7 +22,7 @@ class ChangeWarnings:
         """Compare later states of the module with its current one."""
         self._changes = HostChanges(self._host.module)
 
-    def warn(self, compiled: Compiled | BrokenGraph, attributes: Attributes) -> None:
+    def warn(self, compiled: CompiledModel, attributes: Attributes) -> None:
         """Warn about changes since the module was compiled.
 
         Args:

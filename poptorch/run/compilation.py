@@ -23,7 +23,7 @@ from poptorch.program.returned import Returned
 from poptorch.run import weight_values
 from poptorch.run.arguments import Signature
 from poptorch.run.compiled import Compiled
-from poptorch.run.graph_breaks import BrokenGraph
+from poptorch.run.graph_breaks import BrokenGraph, CompiledModel
 from poptorch.run.host_model import HostModel
 from poptorch.run.model_capture import ModelCapture
 from poptorch.run.program_compilation import compile_captured
@@ -49,8 +49,8 @@ def compiled_model(
     options: Options,
     trainer: Trainer | None,
     read: Callable[[], Mapping[str, np.ndarray]],
-    whole: Compiled | BrokenGraph | None = None,
-) -> Compiled | BrokenGraph:
+    whole: CompiledModel | None = None,
+) -> CompiledModel:
     """Compile a model for given arguments. The model has its `attributes` during compilation.
 
     Args:

@@ -27,7 +27,7 @@ from poptorch.run import saving
 from poptorch.run.compilation import carries, compiling
 from poptorch.run.compiled import Compiled
 from poptorch.run.executor_options import needs_running_mean, own_options, with_running_mean
-from poptorch.run.graph_breaks import BrokenGraph
+from poptorch.run.graph_breaks import CompiledModel
 from poptorch.run.host_model import HostModel, Model
 from poptorch.run.lifecycle import ModelLifecycle
 from poptorch.run.signature_cache import SignatureCache, intercept_calls, with_static_cache
@@ -156,7 +156,7 @@ class PoplarExecutor(ModelLifecycle):
                     self._trainer.has_run()
                 self._weights.lazy.has_run()
 
-    def _carries(self, compiled: Compiled | BrokenGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _carries(self, compiled: CompiledModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the program accepts these arguments, possibly after extending it to new non-tensor values."""
         if not isinstance(compiled, Compiled) or self._is_loaded:
             return False
@@ -243,7 +243,7 @@ class PoplarExecutor(ModelLifecycle):
                 )
             self._options = with_running_mean(self._options)
         if self._compiled is not None:
-            self._give_up(self._trainer.outgrown(optimizer))
+            self._discard(self._trainer.outgrown(optimizer))
         self._trainer.set(optimizer)
 
     def _upload_optimizer(self, trainer: Trainer) -> None:
@@ -424,7 +424,7 @@ class PoplarExecutor(ModelLifecycle):
                 assert self._trainer.update is not None
                 first = {kept.name: kept.value for kept in self._trainer.update.state}
                 compiled.write_state({name: first[name] for name in compiled.io.state})
-        self._use(compiled)
+        self._install(compiled)
 
     def __reduce__(self) -> Any:
         """Copies wrap a copy of the model with current weights, uncompiled."""

@@ -356,3 +356,6 @@ class BrokenGraph:
 
     def write_numbers(self, numbers: np.ndarray) -> None:
         """No-op: this model has no optimiser."""
+
+
+CompiledModel = Compiled | BrokenGraph

@@ -28,7 +28,7 @@ from poptorch.run.change_warnings import ChangeWarnings
 from poptorch.run.compilation import compiled_model, compiling, progress_bar
 from poptorch.run.compiled import Compiled
 from poptorch.run.executor_options import for_fewer_rows
-from poptorch.run.graph_breaks import BrokenGraph
+from poptorch.run.graph_breaks import BrokenGraph, CompiledModel
 from poptorch.run.host_model import HostModel, Model
 from poptorch.run.model_proxy import ModelProxy
 from poptorch.run.signature_cache import SignatureCache
@@ -37,9 +37,9 @@ from poptorch.run.spans import traced
 from poptorch.run.tracebacks import ShortTracebacks
 from poptorch.run.trained_graph_breaks import TrainedBrokenGraph
 from poptorch.run.trainer import Trainer
-from poptorch.run.weight_sync import WeightSync, release_weights
+from poptorch.run.weight_sync import WeightSync
 
-_ANOTHER_FORM = "the module has other parameters, buffers or modules than when it was compiled"
+_STRUCTURE_CHANGED = "the module has other parameters, buffers or modules than when it was compiled"
 
 
 class ModelLifecycle(ModelProxy):
@@ -53,12 +53,12 @@ class ModelLifecycle(ModelProxy):
         super().__init__(host, user_model, options)
         self._trainer, self._training = trainer, trainer is not None
         self._attributes = host.attributes  # attributes at compilation
-        self._compiled: Compiled | BrokenGraph | None = None
+        self._compiled: CompiledModel | None = None
         self._signatures: SignatureCache | None = None
         self._smaller: SmallerBatches | None = None
         self._lock = threading.RLock()  # for work of a call before its run
-        self._forgotten: weakref.finalize | None = None
-        self._random_state: list[int] | None = None  # of a program that was given up
+        self._finalizer: weakref.finalize | None = None
+        self._random_state: list[int] | None = None  # of a discarded program
         self._compilation_time: timedelta | None = None
         self._autocast: tuple[torch.dtype | None] | None = None  # unknown for loaded programs
         self._weights = WeightSync(host, self._training)
@@ -93,7 +93,7 @@ class ModelLifecycle(ModelProxy):
         with self._host.attributes.restored(), progress_bar(self._options.show_compilation_progress_bar):
             read = self._weights.lazy.read_values
             compiled = compiled_model(self._host, args, kwargs, self._options, self._trainer, read)
-        self._use(compiled)
+        self._install(compiled)
         if self._may_be_compiled_for_fewer_rows:
             self._smaller = SmallerBatches(compiled, self._host.forward, self._options, self._training)
         self._compilation_time = timedelta(seconds=perf_counter() - start)
@@ -131,7 +131,7 @@ class ModelLifecycle(ModelProxy):
         is_here = options.Distributed.numProcesses == 1 and options.connection_type is not ConnectionType.Never
         return options.partial_batch is not PartialBatch.Refuse and is_here and not self._host.grouped
 
-    def _compiled_for(self, run: Run) -> Compiled | BrokenGraph:
+    def _compiled_for(self, run: Run) -> CompiledModel:
         """Compile the model for a smaller run, using the current optimiser."""
         self.copyWeightsToHostIfNeeded()
         hooks.pre_compile()
@@ -144,7 +144,7 @@ class ModelLifecycle(ModelProxy):
         hooks.post_compile()
         return compiled
 
-    def _use(self, compiled: Compiled | BrokenGraph) -> None:
+    def _install(self, compiled: CompiledModel) -> None:
         """Install a compiled program for subsequent calls."""
         self._attributes = self._host.attributes
         with self._attributes.restored():
@@ -153,8 +153,8 @@ class ModelLifecycle(ModelProxy):
         self._compiled = compiled  # now that other threads may find it
         offline = self._options.connection_type is ConnectionType.Never
         disconnect = None if self._trainer is None else self._trainer.disconnect
-        self._forgotten = weakref.finalize(self, release_weights, compiled, self._weights.lazy, disconnect)
-        self._forgotten.atexit = False
+        self._finalizer = weakref.finalize(self, self._weights.release, disconnect)
+        self._finalizer.atexit = False
         if self._trainer is not None:
             assert isinstance(compiled, Compiled | TrainedBrokenGraph)
             self._trainer.connect(compiled, offline)
@@ -165,11 +165,11 @@ class ModelLifecycle(ModelProxy):
             compiled.random_state = state
 
     @property
-    def _executable(self) -> Compiled | BrokenGraph | None:
+    def _executable(self) -> CompiledModel | None:
         return self._compiled  # the name that packages on top ask for
 
     @property
-    def _required(self) -> Compiled | BrokenGraph:
+    def _required(self) -> CompiledModel:
         if self._compiled is None:
             raise createPoptorchError("Model has not been compiled or has been destroyed.")
         return self._compiled
@@ -206,9 +206,9 @@ class ModelLifecycle(ModelProxy):
         if self._smaller is not None:
             self._smaller.close()
             self._smaller = None
-        if self._forgotten is not None:
-            self._forgotten.detach()
-            self._forgotten = None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
         if compiled is not None:
             self._write_report()
             self.copyWeightsToHostIfNeeded()
@@ -227,13 +227,13 @@ class ModelLifecycle(ModelProxy):
                 return
             requires_grad_set = self._weights.lazy.take_requires_grad_set()
             if self._trainer is not None and (requires_grad_set or self._trainer.has_changed):
-                self._give_up(self._trainer.outgrown(self._trainer.optimizer))
+                self._discard(self._trainer.outgrown(self._trainer.optimizer))
             if self._compiled is not None and self._compiled.is_attached:
-                self._follow()
+                self._follow_wrappers()
             elif self._compiled is not None and self._weights.structure_changed:
-                self._give_up(_ANOTHER_FORM)
+                self._discard(_STRUCTURE_CHANGED)
 
-    def _give_up(self, reason: str) -> None:
+    def _discard(self, reason: str) -> None:
         """Discard the program unless `reason` is empty. Weights, optimiser state and random state are preserved."""
         if reason:
             logger.info("The model is compiled again at its next call: %s.", reason)
@@ -293,8 +293,8 @@ class ModelLifecycle(ModelProxy):
     def copyWeightsToHost(self) -> None:
         """Copy parameters and buffers from the device to the module."""
         program = self._required
-        self._follow()
-        if self._compiled is program:  # otherwise it was given up, and has left all at home
+        self._follow_wrappers()
+        if self._compiled is program:  # otherwise it was discarded, and its values were copied back
             self._weights.to_host()
 
     def copyWeightsToHostIfNeeded(self) -> bool:
@@ -310,7 +310,7 @@ class ModelLifecycle(ModelProxy):
         self._upload()
         self._weights.lazy.mark_news()
 
-    def _follow(self) -> None:
+    def _follow_wrappers(self) -> None:
         """Synchronize weights changed by other wrappers of this module."""
         if self._weights.has_news():
             self._upload()
@@ -320,18 +320,14 @@ class ModelLifecycle(ModelProxy):
             self._signatures.copy_weights()
         program = self._required if self._signatures is None else self._compiled
         if program is not None and self._weights.structure_changed:
-            self._give_up(_ANOTHER_FORM)
+            self._discard(_STRUCTURE_CHANGED)
         else:
             self._weights.upload()
 
     def _follow_host(self) -> None:
         """Upload module tensors modified on the host since the last upload."""
-        if self._host_has_changed():
+        if self._weights.host_has_changed():
             self.copyWeightsToDevice()
-
-    def _host_has_changed(self) -> bool:
-        """Whether host writes to the module differ from device values."""
-        return self._weights.host_has_changed()
 
     @traced("copyNamedBuffersToDevice")
     def copyNamedBuffersToDevice(self) -> None:

@@ -24,9 +24,7 @@ from poptorch.program.batching import Batching
 from poptorch.program.program_io import Result
 from poptorch.run.arguments import Signature
 from poptorch.run.compiled import Compiled
-from poptorch.run.graph_breaks import BrokenGraph
-
-Program = Compiled | BrokenGraph
+from poptorch.run.graph_breaks import CompiledModel
 
 
 @dataclass(frozen=True)
@@ -46,10 +44,10 @@ class Run:
 class SmallerBatches:
     """LRU cache of programs for a model's smaller batches."""
 
-    def __init__(self, whole: Program, forward: Callable[..., Any], options: Options, training: bool) -> None:
+    def __init__(self, whole: CompiledModel, forward: Callable[..., Any], options: Options, training: bool) -> None:
         self._whole, self._forward, self._options, self._training = whole, forward, options, training
         self._batching = Batching.from_options(options, training)
-        self._programs: list[Program] = []  # that used last is the last
+        self._programs: list[CompiledModel] = []  # that used last is the last
         self._versions: dict[int, int] = {}  # versions of the values that each of them has received
         self._warned = Warned()
 
@@ -114,7 +112,7 @@ class SmallerBatches:
 
         return run
 
-    def __call__(self, runs: Sequence[Run], make: Callable[[Run], Program], numbers: np.ndarray | None) -> Any:
+    def __call__(self, runs: Sequence[Run], make: Callable[[Run], CompiledModel], numbers: np.ndarray | None) -> Any:
         """Execute runs in sequence. Return the call's combined result.
 
         Args:
@@ -145,7 +143,7 @@ class SmallerBatches:
             self._whole.anchored = program.anchored
         return result
 
-    def _program(self, run: Run, make: Callable[[Run], Program]) -> Program:
+    def _program(self, run: Run, make: Callable[[Run], CompiledModel]) -> CompiledModel:
         """A run's program, compiled on first use."""
         fitting = (each for each in self._programs if each.signature.fits(run.args, run.kwargs))
         program = next(fitting, None) or make(run)
@@ -162,7 +160,7 @@ class SmallerBatches:
         return program
 
     @contextmanager
-    def _handed_on(self, program: Program) -> Iterator[None]:
+    def _handed_on(self, program: CompiledModel) -> Iterator[None]:
         """Context manager moving persistent state to a smaller program before its run, and back afterwards."""
         io = program.io
         changes = self._training or bool(io.written) or bool(program.host_numbers) or io.random is not None

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from poptorch.capture.torch_private import without_modes
-from poptorch.run.compiled import Compiled
-from poptorch.run.graph_breaks import BrokenGraph
+from poptorch.run.graph_breaks import CompiledModel
 from poptorch.run.host_model import HostModel
 from poptorch.run.host_writes import HostWrites
 from poptorch.run.weights import LazyWeights, TrainingRegistry
@@ -31,7 +30,7 @@ class WeightSync:
     def __init__(self, host: HostModel, training: bool) -> None:
         self._host, self._training = host, training
         self._trainings = TrainingRegistry(host.module)
-        self._program: Compiled | BrokenGraph | None = None
+        self._program: CompiledModel | None = None
         self._structure: tuple[tuple[str, Any], ...] = ()  # structure of the module at compilation
         self.host_writes = HostWrites(host.module)
         self.lazy = self._watching(())
@@ -51,7 +50,7 @@ class WeightSync:
             self.lazy.destroy()  # nothing has been trained yet
             self.lazy = self._watching(None)
 
-    def connect(self, program: Compiled | BrokenGraph) -> None:
+    def connect(self, program: CompiledModel) -> None:
         """Record the program that has the device's copy."""
         self._program, self._structure = program, self._host.structure()
         self._trainings.track()
@@ -64,9 +63,22 @@ class WeightSync:
         self.lazy.destroy()
         self.lazy = self._watching(())
 
+    def release(self, disconnect: Callable[[], None] | None) -> None:
+        """Copy unread device values back when a wrapper is garbage-collected.
+
+        Args:
+            disconnect: disconnects the optimiser; `None` without training.
+        """
+        with without_modes():  # a capture may be going on
+            self.lazy.to_host_if_stale()
+            self.lazy.destroy()
+            if disconnect is not None:
+                disconnect()
+
     def _fetch(self) -> Mapping[str, np.ndarray]:
+        """Values of tensors that the device may have changed: all in training, otherwise those it overwrites."""
         assert self._program is not None
-        return changed_weights(self._program, self._training)
+        return self._program.weights(None if self._training else self._program.io.written)
 
     @property
     def structure_changed(self) -> bool:
@@ -112,23 +124,3 @@ class WeightSync:
         if self.host_writes.names():
             self.host_writes.forget()
         return False
-
-
-def changed_weights(program: Compiled | BrokenGraph, training: bool) -> dict[str, np.ndarray]:
-    """Tensors possibly changed by a program: all in training, only those it overwrites in inference."""
-    return program.weights(None if training else program.io.written)
-
-
-def release_weights(program: Compiled | BrokenGraph, lazy: LazyWeights, disconnect: Callable[[], None] | None) -> None:
-    """Copy unread device values back when a wrapper is garbage-collected.
-
-    Args:
-        lazy: weights that the device changes.
-        disconnect: disconnects the optimiser; `None` without training.
-    """
-    with without_modes():  # a capture may be going on
-        if lazy.is_stale:
-            lazy.to_host(lambda: changed_weights(program, disconnect is not None))
-        lazy.destroy()
-        if disconnect is not None:
-            disconnect()

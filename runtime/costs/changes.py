@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
 from runtime.costs.cost import CollectiveUse, Cost
 from runtime.costs.lines import LineCost
+
+R = TypeVar("R", bound=Record)
 
 
 class CostChange(Record):
@@ -143,17 +146,24 @@ def _of_graphs(before: Cost, after: Cost) -> Iterator[CostChange]:
 
 def _of_collectives(before: Cost, after: Cost) -> Iterator[CostChange]:
     """Changes of collectives by source line. One that only moved to another line has not changed."""
-    old, new = Counter(before.uses), Counter(after.uses)
-    old, new = old - new, new - old
-    moved = Counter(map(_without_line, old.elements())) & Counter(map(_without_line, new.elements()))
-    old, new = _less(old, moved), _less(new, moved)
-    for place in dict.fromkeys(_place(use) for use in (*old, *new)):
-        counts = [sum(use.bytes * n for use, n in uses.items() if _place(use) == place) for uses in (old, new)]
-        kind, source, replicas = place
-        what = f"bytes of {kind} between {replicas}"
-        yield CostChange(what=what, where=source, before=counts[0], after=counts[1], unit="B")
-        runs = [sum(use.count * n for use, n in uses.items() if _place(use) == place) for uses in (old, new)]
-        yield CostChange(what=f"{kind} between {replicas}", where=source, before=runs[0], after=runs[1])
+    changed = _changed(before.uses, after.uses, lambda use: use.model_copy(update={"source": ""}))
+    (old_bytes, new_bytes), (old_counts, new_counts) = (
+        [_summed(uses, attribute) for uses in changed] for attribute in ("bytes", "count")
+    )
+    for place in dict.fromkeys((*old_bytes, *new_bytes)):
+        kind, line, replicas = place
+        what = f"{kind} between {replicas}"
+        old, new = old_bytes[place], new_bytes[place]
+        yield CostChange(what=f"bytes of {what}", where=line, before=old, after=new, unit="B")
+        yield CostChange(what=what, where=line, before=old_counts[place], after=new_counts[place])
+
+
+def _summed(uses: Iterable[CollectiveUse], attribute: str) -> Counter[tuple[str, str, int]]:
+    """Sums of an attribute of collectives, by kind, line and number of replicas."""
+    sums = Counter[tuple[str, str, int]]()
+    for use in uses:
+        sums[use.kind, use.source, use.replicas] += getattr(use, attribute)
+    return sums
 
 
 _OF_LINES = {
@@ -183,32 +193,41 @@ def _of_lines(before: Cost, after: Cost) -> Iterator[CostChange]:
 def _pairs(before: Sequence[LineCost], after: Sequence[LineCost]) -> Iterator[tuple[LineCost, LineCost]]:
     """Changed lines, before and after. Lines of equal cost match, at any position in a file; the others are paired by
     line numbers, or in order if their number is unchanged."""
-    old, new = ({line.line: line for line in lines if line.line} for lines in (before, after))
-    moved = Counter(map(_of_file, old.values())) & Counter(map(_of_file, new.values()))
-    old, new = _unmoved(old, moved), _unmoved(new, moved)
+    named_before, named_after = ([line for line in lines if line.line] for lines in (before, after))
+    changed = _changed(named_before, named_after, _file_and_cost)
+    old, new = ({line.line: line for line in lines} for lines in changed)
     for file in dict.fromkeys(map(_file, (*old, *new))):
         first, second = (sorted((name for name in names if _file(name) == file), key=_number) for names in (old, new))
         if len(first) == len(second):
-            named = [*zip(first, second, strict=True)]
+            pairs = [*zip(first, second, strict=True)]
         else:
-            named = [(name, name) for name in sorted({*first, *second}, key=_number)]
-        for one, other in named:
+            pairs = [(name, name) for name in sorted({*first, *second}, key=_number)]
+        for one, other in pairs:
             yield old.get(one, _nothing(one)), new.get(other, _nothing(other))
 
 
-def _unmoved(lines: Mapping[str, LineCost], moved: Counter[tuple[str, str]]) -> dict[str, LineCost]:
-    """Lines whose costs are missing in the other program."""
-    left, found = moved.copy(), dict[str, LineCost]()
-    for name, line in lines.items():
-        if left[_of_file(line)]:
-            left[_of_file(line)] -= 1
+def _changed(before: Iterable[R], after: Iterable[R], key: Callable[[R], Hashable]) -> tuple[list[R], list[R]]:
+    """Records of either program that the other one has not, not even with the same `key`, as those that have moved."""
+    old, new = list(before), list(after)
+    keys: tuple[Callable[[R], Hashable], ...] = (lambda record: record.model_dump_json(), key)
+    for each in keys:  # what is equal is no candidate for what has moved
+        both = Counter(map(each, old)) & Counter(map(each, new))
+        old, new = _without(old, both, each), _without(new, both, each)
+    return old, new
+
+
+def _without(records: Iterable[R], some: Counter[Hashable], key: Callable[[R], Hashable]) -> list[R]:
+    """Records without as many of each key as `some` has."""
+    left, found = some.copy(), list[R]()
+    for record in records:
+        if left[key(record)]:
+            left[key(record)] -= 1
         else:
-            found[name] = line
+            found.append(record)
     return found
 
 
-def _of_file(line: LineCost) -> tuple[str, str]:
-    """A line by its file and cost."""
+def _file_and_cost(line: LineCost) -> tuple[str, str]:
     return _file(line.line), line.model_copy(update={"line": ""}).model_dump_json()
 
 
@@ -223,22 +242,3 @@ def _number(line: str) -> int:
 
 def _nothing(line: str) -> LineCost:
     return LineCost(line=line, kernels=0, flops=0, bytes_accessed=0)
-
-
-def _place(use: CollectiveUse) -> tuple[str, str, int]:
-    return use.kind, use.source, use.replicas
-
-
-def _without_line(use: CollectiveUse) -> CollectiveUse:
-    return use.model_copy(update={"source": ""})
-
-
-def _less(uses: Counter[CollectiveUse], moved: Counter[CollectiveUse]) -> Counter[CollectiveUse]:
-    """The collectives without those that moved to another line."""
-    left, found = moved.copy(), Counter[CollectiveUse]()
-    for use in uses.elements():
-        if left[_without_line(use)]:
-            left[_without_line(use)] -= 1
-        else:
-            found[use] += 1
-    return found

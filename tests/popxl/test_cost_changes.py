@@ -19,6 +19,7 @@ from popxl import ops
 from popxl.__main__ import main
 from popxl.testing import assert_costs
 from runtime.costs.changes import changes_of
+from runtime.costs.lines import LineCost
 
 ROWS, WIDTH = 16, 24
 
@@ -84,6 +85,13 @@ def test_regressions_are_named(name: str) -> None:
 def test_equal_programs_have_no_changes() -> None:
     found = changes_of(cost(layer, W, X), cost(lambda w, x: layer(w, x), W, X))
     assert not found and "Nothing changed." in str(found)
+
+
+def test_of_two_equal_lines_the_one_that_is_gone_is_named() -> None:
+    whole = cost(layer, spec(WIDTH, WIDTH), spec(ROWS, WIDTH))
+    lines = [LineCost(line=f"step.py:{n}", kernels=3, flops=5, bytes_accessed=7) for n in (1, 2)]
+    before, after = (whole.model_copy(update={"lines": tuple(some)}) for some in (lines, lines[1:]))
+    assert {change.where for change in changes_of(before, after).changes} == {"step.py:1"}
 
 
 def sharded() -> jax.ShapeDtypeStruct:

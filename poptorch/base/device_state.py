@@ -35,7 +35,7 @@ class DeviceState:
 
     @property
     def has_content(self) -> bool:
-        """Whether there are values in the copy."""
+        """Whether the copy contains values."""
         return any(self.content.values())
 
     @property

@@ -6,7 +6,7 @@ line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from traceback import walk_tb
@@ -24,6 +24,7 @@ from poptorch.capture.counters import Tape, recording_number_functions
 from poptorch.capture.derivatives import Application, derive, deriving
 from poptorch.capture.devices import named_as_cpus
 from poptorch.capture.gradient_hooks import apply_hooks, hooks_of, recording_hooks
+from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.host_state import HostState
 from poptorch.capture.modules import around_forward, averaging, recurrent_in_any_dtype
 from poptorch.capture.recorder import Recorder
@@ -87,141 +88,159 @@ class Captured:
     shown: dict[str, str] = field(default_factory=dict)
 
 
-def capture(asked: CaptureRequest) -> Captured:
+def capture(request: CaptureRequest) -> Captured:
     """Trace a function by running it on fake tensors.
 
-    One that has PyTorch make gradients runs twice: the second time all is written down op by op, of which PyTorch knows
-    the derivatives.
+    A function that computes gradients runs twice: the second time it is recorded op by op, and PyTorch knows the
+    derivatives of ops.
 
     Raises:
         poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them, without `breaks`.
     """
     try:
-        return _capture(Tracer(asked, preserves=True), asked)
+        return _capture(Tracer(request, preserves=True), request)
     except RetryWithoutPreserving:
-        vars(asked.ambient).update(vars(CaptureContext(asked.ambient._strategy)))  # blocks are numbered again
-    return _capture(Tracer(asked, preserves=False), asked)
+        vars(request.context).update(vars(CaptureContext(request.context._strategy)))  # blocks are numbered again
+    return _capture(Tracer(request, preserves=False), request)
 
 
-def _capture(tracer: Tracer, asked: CaptureRequest) -> Captured:
+@dataclass(frozen=True)
+class _Inputs:
+    """Inputs of a capture: arguments of the function, parameters and buffers of its module by name.
+
+    Attributes:
+        arguments, values: fake arguments, and their values.
+        state: tensors of the module.
+        state_fakes, state_values: their fake counterparts, and their values; tied tensors have one value.
+    """
+
+    arguments: list[torch.Tensor]
+    values: list[Value]
+    state: dict[str, torch.Tensor]
+    state_fakes: dict[str, torch.Tensor]
+    state_values: dict[str, Value]
+
+    @classmethod
+    def of(cls, tracer: Tracer, request: CaptureRequest) -> _Inputs:
+        """Inputs of a requested capture."""
+        recorder, state = tracer.recorder, dict(_tensors_of(request.module))
+        fakes = {key: tracer.fake(_first_row(t) if key in request.grouped else t) for key, t in state.items()}
+        arguments = list(map(tracer.fake_in, request.layouts))
+        values = [recorder.new_input(t) for t in arguments]
+        state_values: dict[str, Value] = {}
+        by_tensor: dict[int, Value] = {}
+        for key, t in fakes.items():
+            of_buffer = None if isinstance(state[key], torch.nn.Parameter) else state[key].detach()
+            state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key, of_buffer)
+        return cls(arguments, values, state, fakes, state_values)
+
+    @contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Context manager dropping fake tensors at its end."""
+        try:
+            yield
+        finally:
+            self.arguments.clear()
+            self.state_fakes.clear()
+
+    def begin(self, breaks: GraphBreaks) -> None:
+        """Reset graph breaks for a capture with these inputs."""
+        contents = {value: self.state[key].detach() for key, value in self.state_values.items()}
+        trained = [value for key, value in self.state_values.items() if self.state[key].requires_grad]
+        breaks.begin(self.values, contents, trained)
+
+
+def _capture(tracer: Tracer, request: CaptureRequest) -> Captured:
     """Implementation of `capture`. Context managers around `forward` restore the module and changed host objects."""
-    module, breaks, tape = asked.module, asked.breaks, asked.tape
-    recorder = tracer.recorder
-
-    def is_constant_state(name: str, t: torch.Tensor) -> bool:  # the same in every run
-        return recorder.is_constant(t) and not (name in recorder.read or recorder.uses(state_values.get(name)))
-
-    state = dict(_tensors_of(module))
-    fakes = {key: tracer.fake(_first_row(t) if key in asked.grouped else t) for key, t in state.items()}
-    inputs = list(map(tracer.fake_in, asked.places))
-    input_values = [recorder.new_input(t) for t in inputs]
-    state_values = _state_inputs(recorder, state, fakes)
+    module, breaks, tape, recorder = request.module, request.breaks, request.tape, tracer.recorder
+    inputs = _Inputs.of(tracer, request)
     if breaks is not None:
-        trained = [value for key, value in state_values.items() if state[key].requires_grad]
-        breaks.begin(input_values, {value: state[key].detach() for key, value in state_values.items()}, trained)
-    tracer.hooks += hooks_of(module, state)
-    tracer.function_interceptor.tensor_hooks.add_parameters(state, state_values)
+        inputs.begin(breaks)
+    tracer.hooks += hooks_of(module, inputs.state)
+    tracer.function_interceptor.tensor_hooks.add_parameters(inputs.state, inputs.state_values)
     attributes = Attributes(module)
     with (
         recorder.leaving_numbers(),
-        _cleared(fakes, inputs),  # unreferenced tensors are gone before that
+        inputs.cleared(),  # unreferenced tensors are gone before that
         attributes.restored(),
-        _surroundings(tracer, asked, fakes, is_constant_state) as applications,
+        _surroundings(tracer, request, inputs) as applications,
     ):
-        on_host = tracer.host_state
+        host_state = tracer.host_state
         with _located_errors(recorder):
-            result = asked.forward(list(inputs))
-        changed = {name: was for name, was in attributes.counting().items() if f"model.{name}" not in on_host.apart}
-        returned = asked.flatten(result)
+            result = request.forward(list(inputs.arguments))
+        changed = {name: was for name, was in attributes.counting().items() if f"model.{name}" not in host_state.apart}
+        returned = request.flatten(result)
         tracer.function_interceptor.row_views.refresh(returned)
-        leaves = [recorder.value_of(t) for t in returned]
-        ends = [recorder.value_of(t) for t in inputs]
-        state_ends = {key: recorder.value_of(t) for key, t in fakes.items()}
-        _check_buffers(recorder, state, fakes, state_values, state_ends)
-        recorder.trace.outputs = leaves
-        carried = dict(on_host.changes(recorder.is_of_run))
+        outputs = [recorder.value_of(t) for t in returned]
+        ends = [recorder.value_of(t) for t in inputs.arguments]
+        state_ends = {key: recorder.value_of(t) for key, t in inputs.state_fakes.items()}
+        _check_buffers(recorder, inputs, state_ends)
+        recorder.trace.outputs = outputs
+        carried = dict(host_state.changes(recorder.is_of_run))
         if tape is not None:
             _remove_counters(module, tape, changed)
-        carried |= {text: on_host.line_of(text) for text in recorder.overwritten()}
+        carried |= {text: host_state.line_of(text) for text in recorder.overwritten()}
         recorder.resolve_requires_grad()
-        if asked.derives:
+        if request.derives:
             _derive(tracer, applications, has_breaks=breaks is not None and bool(breaks.found))
-        trace = recorder.finish(asked.derives)
+        trace = recorder.finish(request.derives)
         with tracer.suspended():
             for t in returned:
                 forget_history(t)
     return Captured(
         trace=trace,
-        inputs=input_values,
-        state=state_values,
-        written={key: end for key, end in state_ends.items() if end is not state_values[key]},
-        written_inputs={i: end for i, end in enumerate(ends) if end is not input_values[i]},
+        inputs=inputs.values,
+        state=inputs.state_values,
+        written={key: end for key, end in state_ends.items() if end is not inputs.state_values[key]},
+        written_inputs={i: end for i, end in enumerate(ends) if end is not inputs.values[i]},
         result=result,
         hooks=tracer.hooks,
-        read={key: state[key].detach().clone() for key in recorder.read},
+        read={key: inputs.state[key].detach().clone() for key in recorder.read},
         frozen=recorder.host.constants,
         carried=carried,
         changed=changed,
     )
 
 
-def _state_inputs(
-    recorder: Recorder, state: Mapping[str, torch.Tensor], fakes: Mapping[str, torch.Tensor]
-) -> dict[str, Value]:
-    """Trace inputs for parameters and buffers by name; tied tensors are one input."""
-    values: dict[str, Value] = {}
-    by_tensor: dict[int, Value] = {}
-    for key, t in fakes.items():
-        of_buffer = None if isinstance(state[key], torch.nn.Parameter) else state[key].detach()
-        values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key, of_buffer)
-    return values
-
-
 @contextmanager
 def _surroundings(
     tracer: Tracer,
-    asked: CaptureRequest,
-    fakes: dict[str, torch.Tensor],
-    is_constant_state: Callable[[str, torch.Tensor], bool],
+    request: CaptureRequest,
+    inputs: _Inputs,
 ) -> Iterator[list[Application]]:
-    """What `forward` finds in a block: fake tensors in its module, and functions of PyTorch that a tracer can see.
+    """Context manager in which `forward` runs: fake tensors in its module, and PyTorch functions that are intercepted.
 
     Afterwards the module and the host objects that `forward` changes are as before. Collects custom derivatives, if the
     trace is to be differentiated.
     """
-    module = asked.module
+    module, recorder = request.module, tracer.recorder
+
+    def is_constant_state(name: str, t: torch.Tensor) -> bool:  # the same in every run
+        return recorder.is_constant(t) and not (name in recorder.read or recorder.uses(inputs.state_values.get(name)))
+
     with ExitStack() as stack:
         enter = stack.enter_context
-        tracer.host_state = enter(HostState(module, asked.function).restored())
-        enter(with_tensors(module, fakes))
+        tracer.host_state = enter(HostState(module, request.function).restored())
+        enter(with_tensors(module, inputs.state_fakes))
         enter(averaging())
         enter(recurrent_in_any_dtype())
-        if asked.with_scopes:
-            enter(_scopes(module, tracer.recorder.scopes))
+        if request.with_scopes:
+            enter(_scopes(module, recorder.scopes))
         enter(not_rebound(module, is_constant_state))
         enter(capture_in_progress(tracer))
-        enter(seeding(tracer.recorder))
+        enter(seeding(recorder))
         enter(checkpoints_in_regions(tracer))
         enter(named_as_cpus(tracer.device_of))
-        for patch in _ALWAYS:
+        for patch in _PATCHES:
             enter(patch())
-        applications = enter(deriving(tracer)) if asked.derives else []
-        if asked.derives:
+        applications = enter(deriving(tracer)) if request.derives else []
+        if request.derives:
             enter(recording_hooks(tracer))
         enter(tracer.intercepting())
-        if asked.tape is not None:  # counters in place of its numbers
+        if request.tape is not None:  # counters in place of its numbers
             enter(recording_number_functions(tracer.host_state.namespaces))
-            _insert_counters(module, asked.tape)
+            _insert_counters(module, request.tape)
         yield applications
-
-
-@contextmanager
-def _cleared(fakes: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        inputs.clear()
-        fakes.clear()
 
 
 def _derive(tracer: Tracer, applications: Iterable[Application], has_breaks: bool) -> None:
@@ -235,23 +254,18 @@ def _derive(tracer: Tracer, applications: Iterable[Application], has_breaks: boo
     apply_hooks(tracer, tracer.function_interceptor.tensor_hooks.found, has_breaks)
 
 
-def _check_buffers(
-    recorder: Recorder,
-    state: Mapping[str, torch.Tensor],
-    fakes: Mapping[str, torch.Tensor],
-    starts: Mapping[str, Value],
-    ends: Mapping[str, Value],
-) -> None:
+def _check_buffers(recorder: Recorder, inputs: _Inputs, ends: Mapping[str, Value]) -> None:
     """Raise an error if a constant-folded buffer is overwritten, or if any tensor of the module changes shape."""
+    starts = inputs.state_values
     for key, where in recorder.read.items():
         if ends[key] is not starts[key]:
             raise createPoptorchError(
                 f"{CANNOT_READ} The buffer {key} is needed here ({where}), and `forward` overwrites it, so that it "
                 "is another one in each run."
             )
-    for key, t in fakes.items():
+    for key, t in inputs.state_fakes.items():
         if ends[key].shape != starts[key].shape:
-            raise _reshaped(key, state[key], starts[key], ends[key], recorder.reshaped.get(id(t)))
+            raise _reshaped(key, inputs.state[key], starts[key], ends[key], recorder.reshaped.get(id(t)))
 
 
 def _insert_counters(module: torch.nn.Module, tape: Tape) -> None:
@@ -277,7 +291,7 @@ def _namespaces_of(module: torch.nn.Module, names: Iterable[str]) -> Iterator[tu
         yield modules[path].__dict__, key
 
 
-_ALWAYS = (
+_PATCHES = (
     unvalidated_distributions,
     unlogged_errors,
     decomposing_functions,
@@ -285,7 +299,7 @@ _ALWAYS = (
     without_compile,
     derivable_attention,
 )
-"""What PyTorch does otherwise while any function is captured."""
+"""Changes of PyTorch's behaviour during any capture."""
 
 
 def _reshaped(name: str, t: torch.Tensor, before: Value, after: Value, where: SourceLocation | None) -> Error:

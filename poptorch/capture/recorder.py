@@ -63,17 +63,17 @@ class Recorder:
         keeps: whether the results of the next op are kept for the backward pass.
     """
 
-    def __init__(self, asked: CaptureRequest) -> None:
+    def __init__(self, request: CaptureRequest) -> None:
         self.scopes: list[str] = []
         self.host = HostTensors()
-        self.source = partial(user_line, excludes=tuple(asked.excludes))
+        self.source = partial(user_line, excludes=tuple(request.excludes))
         self.read: dict[str, SourceLocation] = {}
         self.reshaped: dict[int, SourceLocation] = {}
         self.makes_on_host = False
         self.regions: tuple[int, ...] = ()
         self.keeps = False
         self._region_count = 0
-        self._ambient, self._module = asked.ambient, asked.module
+        self._context, self._module = request.context, request.module
         self.frames = FrameStack(self.host, self.source)
         self._views: dict[int, TensorView] = {}
         self._storages: dict[int, TensorStorage] = {}
@@ -346,9 +346,9 @@ class Recorder:
         values = with_values(values, self.frames.capture)
         scope = self.scopes[-1] if self.scopes else ""
         if op == "aten.convolution" and self._beside is None:
-            self._ambient.count_convolution()
+            self._context.count_convolution()
         names = buffer_dependencies(op, overload, values)
-        site = self._ambient.site() if self._beside is None else self._beside.site
+        site = self._context.site() if self._beside is None else self._beside.site
         node = Node(op, overload, values, site, scope, self.source(), has_effect, made_of=names)
         given = [*(value.is_on_host for value in node.inputs), *map(self.is_on_host, written)]
         node.is_on_host = all(given) if given else self.makes_on_host

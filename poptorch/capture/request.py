@@ -21,24 +21,24 @@ class CaptureRequest:
 
     Attributes:
         forward: the function, of a list of tensors.
-        places: shapes, dtypes and memory layouts of the tensors that it takes.
+        layouts: shapes, dtypes and memory layouts of the tensors that it takes.
         module: module whose parameters and buffers it uses. Afterwards it is unchanged.
-        ambient: context of ops: the current block and so on.
+        context: placement of ops: the current block and so on.
         lowered: predicate for the name and overload of an op: whether there is a lowering.
         flatten: function that returns the tensors in its result.
         grouped: names of parameters of which `forward` sees the first row.
-        excludes: files that no user wants to be pointed to.
+        excludes: files that are left out of source locations.
         with_scopes: whether ops record the path of the module that runs them.
-        breaks: graph breaks, with the numbers of the inputs; records where the program has to end for the host to look.
+        breaks: graph breaks, with the contents of the inputs; `None` if none are allowed.
         derives: whether the trace is to be differentiated.
         function: the user's module or function that runs.
         tape: tape of the arithmetic on numbers that the module changes; see `poptorch.capture.counters`.
     """
 
     forward: Callable[[list[torch.Tensor]], Any]
-    places: Sequence[TensorLayout]
+    layouts: Sequence[TensorLayout]
     module: torch.nn.Module
-    ambient: CaptureContext
+    context: CaptureContext
     lowered: Callable[[str, str], bool]
     flatten: Callable[[Any], list[torch.Tensor]] = tensors_in
     grouped: Collection[str] = ()

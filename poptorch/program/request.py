@@ -1,4 +1,4 @@
-"""`ProgramRequest`: what programs of a model are made with, beside the captured model."""
+"""`ProgramRequest`: settings of a model's programs, beside the captured model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from poptorch.program.updates import Update
 
 @dataclass(frozen=True)
 class ProgramRequest:
-    """What programs of a model are made with.
+    """Settings of a model's programs.
 
     Attributes:
         options: the options.

@@ -119,10 +119,10 @@ class Compiled:
             self._warn_of_changed_constants()
         if self.rewritten:
             self._check_apart(tensors)
-        asked = perf_counter()
+        requested = perf_counter()
         feeds: dict[popxl.HostToDeviceStream, Any] = self._numbers | self._number_feeds()
         feeds.update(self._rows.feeds(tensors))
-        given = ready = perf_counter()
+        supplied = ready = perf_counter()
         try:
             fetched = self._zeros(self._run(feeds)) if self._is_synthetic else self._run(feeds)
             results: list[torch.Tensor] = []
@@ -132,9 +132,8 @@ class Compiled:
                 results.append(result)
         except DeviceError as problem:
             raise Error(str(problem), "popxl_runtime_error") from problem
-        self.times = Times(
-            *self._rows.steps, asked, given, ready, perf_counter()
-        )  # one assignment: other threads do so too
+        # One assignment: other threads assign, too.
+        self.times = Times(*self._rows.steps, requested, supplied, ready, perf_counter())
         return results
 
     def _check_apart(self, tensors: Sequence[torch.Tensor]) -> None:

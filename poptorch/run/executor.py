@@ -333,19 +333,19 @@ class PoplarExecutor(ModelLifecycle):
 
     def getHostIpuLatency(self) -> Latency:
         """Host-to-device transfer latency of the last call: minimum, maximum and average step time."""
-        return Times.between(self._times.asked, self._times.given)
+        return Times.between(self._times.requested, self._times.supplied)
 
     def getComputeLatency(self) -> Latency:
         """Compute latency of the last call, from inputs arriving on the device to results being ready."""
-        return Times.between(self._times.given, self._times.ready)
+        return Times.between(self._times.supplied, self._times.ready)
 
     def getIpuHostLatency(self) -> Latency:
         """Device-to-host transfer latency of the last call's results."""
-        return Times.between(self._times.ready, self._times.taken)
+        return Times.between(self._times.ready, self._times.received)
 
     def getLatency(self) -> Latency:
         """Total latency of the last call, from requesting inputs to receiving results."""
-        return Times.between(self._times.asked, self._times.taken)
+        return Times.between(self._times.requested, self._times.received)
 
     @property
     def _times(self) -> Times:

@@ -127,7 +127,7 @@ class BrokenGraph:
         return recompiles
 
     def _subgraphs_along(self, path: IdentifiedPath) -> list[Subgraph]:
-        """Subgraphs of a path, of which those after a new branch are new."""
+        """Subgraphs of a path, created where missing."""
         subgraphs = [self._root]
         for graph_break in path.breaks:
             last = subgraphs[-1]

@@ -81,7 +81,7 @@ class ProgramState:
             self._compiled.write_state({name: array.astype(dtypes[name]) for name, array in arrays.items()})
 
     def matching(self, state: State) -> State:
-        """State of another program that this one has, too, in the same shapes; step counts are always included."""
+        """Subset of another program's state that fits this one by name and shape; step counts always fit."""
         shapes = {name: variable.shape_on_host for name, variable in self._compiled.io.state.items()}
         return {name: t for name, t in state.items() if name.startswith(STEP) or t.shape == shapes.get(name)}
 

@@ -54,7 +54,7 @@ class RowLayout:
                 yield stream, array.swapaxes(0, 1) if self._has_both_dims else array
 
     def results(self, fetched: Mapping[popxl.DeviceToHostStream, Any]) -> Iterator[torch.Tensor]:
-        """Tensor of each output, from the arrays of a run."""
+        """Output tensors of a run, from its arrays."""
         for stream, has_leading_dims, shape in self._outputs:
             array = fetched[stream]
             if has_leading_dims:

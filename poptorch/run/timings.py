@@ -17,26 +17,26 @@ class Times:
     Attributes:
         inputs: number of micro-batches of each input.
         outputs: number of micro-batches of each result.
-        asked, given: time when the inputs were requested, and when the device had them.
-        ready, taken: time when the results were available, and when the host had them.
+        requested, supplied: times when the inputs were requested, and when the device had them.
+        ready, received: times when the results were available, and when the host had them.
     """
 
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
-    asked: float = 0.0
-    given: float = 0.0
+    requested: float = 0.0
+    supplied: float = 0.0
     ready: float = 0.0
-    taken: float = 0.0
+    received: float = 0.0
 
     def counters(self) -> dict[str, list[list[float]]]:
         """See `PoplarExecutor.getPerfCounters`."""
-        if not self.taken:
+        if not self.received:
             return {name: [[]] for name in ("input", "input_complete", "output", "output_complete")}
         return {
-            "input": [[self.asked] * n for n in self.inputs],
-            "input_complete": [[self.given] * n for n in self.inputs],
+            "input": [[self.requested] * n for n in self.inputs],
+            "input_complete": [[self.supplied] * n for n in self.inputs],
             "output": [[self.ready] * n for n in self.outputs],
-            "output_complete": [[self.taken] * n for n in self.outputs],
+            "output_complete": [[self.received] * n for n in self.outputs],
         }
 
     @staticmethod

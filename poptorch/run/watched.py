@@ -45,7 +45,7 @@ def watch(each: Any, observer: Observer) -> None:
 
 
 def unwatch(watched: Iterable[Any], observer: weakref.ref[Observer]) -> None:
-    """Remove an observer from modules and tensors, some of which may not be watched any more."""
+    """Remove an observer from modules and tensors, watched or not."""
     for each in watched:
         _observe(each, tuple(ref for ref in _refs_of(each) if ref is not observer))
 
@@ -63,7 +63,7 @@ def observers_of(each: Any) -> list[Observer]:
 
 
 def original_class(each: Any) -> Any:
-    """Class of an object when it is not watched."""
+    """Unwatched class of an object."""
     return type(each)._original if isinstance(each, _Watched) else type(each)
 
 

@@ -114,7 +114,7 @@ class LazyWeights:
         return max(self.host, self.device)
 
     def mark_stale(self) -> None:
-        """Record that weights, if there are any, changed on the device."""
+        """Record a change of weights on the device; without any, no-op."""
         if self._tensor_ids and not self.is_stale:
             self.device = next(self._versions)
 

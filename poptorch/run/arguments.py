@@ -209,6 +209,10 @@ class Signature:
             + f"Unexpected arguments: {', '.join(unexpected)}. " * bool(unexpected)
         )
 
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[Any]]:
+        """Tensors of a call's arguments, as by `check`, and objects, as by `objects`."""
+        return self.check(args, kwargs), self.objects(args, kwargs)
+
     def objects(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Call arguments whose attributes `forward` may set; see `Structure.objects`.
 

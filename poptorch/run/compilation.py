@@ -138,7 +138,7 @@ def _try_hiding(
     return signature, None, None
 
 
-def carries(
+def extend_program(
     model: HostModel,
     compiled: Compiled,
     args: tuple[Any, ...],

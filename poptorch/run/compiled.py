@@ -329,18 +329,18 @@ class Compiled:
             seeds = popxl.create_seeds(self.seed, replicas=self.session.ir.replication_factor)
             self._write({random: seeds.reshape(random.shape_on_host)})
 
-    def lasting(self) -> dict[tuple[str, str], np.ndarray]:
+    def persistent_state(self) -> dict[tuple[str, str], np.ndarray]:
         """All state carried between runs, keyed by kind (weight, state, number or random) and name."""
         counted = {("number", name): np.asarray(number) for name, number in self.host_numbers.items()}
-        return self._fetched(self._lasting) | counted
+        return self._fetched(self._persistent) | counted
 
-    def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
+    def write_persistent_state(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
         """Overwrite state carried between runs; entries that the program lacks are ignored.
 
         A single replica's value is broadcast to all others, except random state: each replica draws its own.
         """
         own = {}
-        for key, v in self._lasting.items():
+        for key, v in self._persistent.items():
             value, shape = values.get(key), v.shape_on_host
             if value is not None and (value.shape == shape or key[0] != "random"):
                 own[v] = np.broadcast_to(value[0] if value.ndim > len(shape) else value, shape)
@@ -348,7 +348,7 @@ class Compiled:
         self.write_counted({name: value.item() for (kind, name), value in values.items() if kind == "number"})
 
     @property
-    def _lasting(self) -> dict[tuple[str, str], Variable]:
+    def _persistent(self) -> dict[tuple[str, str], Variable]:
         io = self.io
         found = {("weight", name): v for name, v in io.variables.items()}
         found |= {("state", name): v for name, v in io.state.items()}

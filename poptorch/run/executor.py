@@ -24,7 +24,7 @@ from poptorch.capture.torch_private import uncompiled
 from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options
 from poptorch.run import saving
-from poptorch.run.compilation import carries, compiling
+from poptorch.run.compilation import compiling, extend_program
 from poptorch.run.compiled import Compiled
 from poptorch.run.executor_options import needs_running_mean, own_options, with_running_mean
 from poptorch.run.graph_breaks import CompiledModel
@@ -129,26 +129,10 @@ class PoplarExecutor(ModelLifecycle):
         compiled = self._required
         if self._autocast is not None:
             _check_autocast(*self._autocast, autocast_dtype())
-        try:
-            tensors = compiled.signature.check(args, kwargs)
-            run: Callable[[], Any] = partial(compiled.run, tensors, compiled.signature.objects(args, kwargs))
-        except Error:
-            if self._carries(compiled, args, kwargs):
-                tensors = compiled.signature.check(args, kwargs)
-                run = partial(compiled.run, tensors, compiled.signature.objects(args, kwargs))
-            elif self._smaller is not None and (runs := self._smaller.runs(args, kwargs)):
-                run = self._smaller.padded(args, kwargs) or partial(self._run_fewer_rows, self._smaller, runs)
-            else:
-                raise
+        run = self._bind(compiled, args, kwargs)
         with channel.tracepoint("modelExecution"):
             with self._lock:
-                if not compiled.is_attached:
-                    self._check_online("run a model")
-                    self._weights.attach()
-                self._change_warnings.warn(compiled, self._attributes)
-                if self._trainer is not None:
-                    self._weights.lazy.gradients.check_hooks()
-                    self._upload_optimizer(self._trainer)
+                self._prepare_run(compiled)
             try:
                 return run()
             finally:  # even a run that fails has changed something
@@ -156,12 +140,37 @@ class PoplarExecutor(ModelLifecycle):
                     self._trainer.has_run()
                 self._weights.lazy.has_run()
 
-    def _carries(self, compiled: CompiledModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _bind(self, compiled: CompiledModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+        """A function that runs the model for given arguments.
+
+        Raises:
+            poptorch.Error: if no program accepts them.
+        """
+        try:
+            return partial(compiled.run, *compiled.signature.flatten(args, kwargs))
+        except Error:
+            if self._extend(compiled, args, kwargs):
+                return partial(compiled.run, *compiled.signature.flatten(args, kwargs))
+            if self._smaller is not None and (runs := self._smaller.runs(args, kwargs)):
+                return self._smaller.padded(args, kwargs) or partial(self._run_fewer_rows, self._smaller, runs)
+            raise
+
+    def _prepare_run(self, compiled: CompiledModel) -> None:
+        """Attach a device if necessary, and upload changes of the optimiser. Warns of ineffective changes."""
+        if not compiled.is_attached:
+            self._check_online("run a model")
+            self._weights.attach()
+        self._change_warnings.warn(compiled, self._attributes)
+        if self._trainer is not None:
+            self._weights.lazy.gradients.check_hooks()
+            self._upload_optimizer(self._trainer)
+
+    def _extend(self, compiled: CompiledModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the program accepts these arguments, possibly after extending it to new non-tensor values."""
         if not isinstance(compiled, Compiled) or self._is_loaded:
             return False
         with compiling(), self._attributes.restored():
-            return carries(self._host, compiled, args, kwargs, self._options, self._training)
+            return extend_program(self._host, compiled, args, kwargs, self._options, self._training)
 
     def _run_fewer_rows(self, smaller: SmallerBatches, runs: Sequence[Run]) -> Any:
         with self._lock:

@@ -346,11 +346,11 @@ class BrokenGraph:
         """Number of variable writes so far."""
         return sum(each.version for each in self._programs)
 
-    def lasting(self) -> dict[tuple[str, str], np.ndarray]:
+    def persistent_state(self) -> dict[tuple[str, str], np.ndarray]:
         """All state carried between runs: weights, keyed by kind and name."""
         return {("weight", name): array for name, array in self.weights().items()}
 
-    def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
+    def write_persistent_state(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
         """Overwrite state carried between runs."""
         self.write_weights({name: array for (_, name), array in values.items()})
 

@@ -22,10 +22,10 @@ class HostWrites:
     Example:
         >>> module = torch.nn.Linear(2, 3)
         >>> writes = HostWrites(module)
-        >>> writes.forget()
+        >>> writes.mark_transferred()
         >>> with torch.no_grad():
         ...     _ = module.bias.zero_()
-        >>> writes.names()
+        >>> writes.written()
         ['bias']
     """
 
@@ -39,7 +39,7 @@ class HostWrites:
         self._keys: tuple[str, ...] = ()
         self._values: tuple[Any, ...] = ()
 
-    def forget(self, names: Collection[str] | None = None) -> None:
+    def mark_transferred(self, names: Collection[str] | None = None) -> None:
         """Record that device and host values agree: all of them, or only the named parameters and buffers."""
         tensors, versions, places = self._tensors, self._versions, self._places
         with torch._C.DisableTorchFunctionSubclass():
@@ -57,15 +57,15 @@ class HostWrites:
             zip(*self._places.values(), strict=True) if self._places else ((),) * 3
         )
 
-    def names(self) -> list[str]:
-        """Names of tensors modified since `forget`. Every model call checks, so this must be fast."""
+    def written(self) -> list[str]:
+        """Names of tensors modified since `mark_transferred`. Every model call checks, so this must be fast."""
         now = self._now()
         if now == self._versions:
             return []
         return [name for name, version in now.items() if version != self._versions[name]]
 
     def replaced(self) -> list[str]:
-        """Names of replaced or added parameters, buffers and modules since `forget`. Equally fast."""
+        """Names of replaced or added parameters, buffers and modules since `mark_transferred`. Equally fast."""
         grown = [home for home in self._homes if len(home[1]) > home[2]]
         if not grown and all(map(is_, map(dict.get, self._holders, self._keys), self._values)):
             return []

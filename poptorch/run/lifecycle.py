@@ -343,7 +343,7 @@ class ModelLifecycle(ModelProxy):
                 "`options.updatableNamedBuffers([...])`."
             )
         self._required.write_weights(self._weights.lazy.read_values(names))
-        self._weights.host_writes.forget(names)
+        self._weights.host_writes.mark_transferred(names)
 
     @traced("loadStateDict")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:

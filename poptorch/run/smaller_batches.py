@@ -126,11 +126,10 @@ class SmallerBatches:
         results: list[list[torch.Tensor]] = []
         for run in runs:
             program = self._program(run, make)
-            tensors = program.signature.check(run.args, run.kwargs)
-            objects = program.signature.objects(run.args, run.kwargs)
+            tensors, objects = program.signature.flatten(run.args, run.kwargs)
             if numbers is not None:
                 program.write_numbers(numbers)
-            with self._handed_on(program):
+            with self._transferring_state(program):
                 if not isinstance(program, Compiled):  # a single run
                     return program.run(tensors, objects)
                 results.append(program.fetched(tensors))
@@ -160,17 +159,17 @@ class SmallerBatches:
         return program
 
     @contextmanager
-    def _handed_on(self, program: CompiledModel) -> Iterator[None]:
+    def _transferring_state(self, program: CompiledModel) -> Iterator[None]:
         """Context manager moving persistent state to a smaller program before its run, and back afterwards."""
         io = program.io
         changes = self._training or bool(io.written) or bool(program.host_numbers) or io.random is not None
         if changes or self._versions.get(id(program)) != self._whole.version:
-            program.write_lasting(self._whole.lasting())
+            program.write_persistent_state(self._whole.persistent_state())
         try:
             yield
         finally:
             if changes:
-                self._whole.write_lasting(program.lasting())
+                self._whole.write_persistent_state(program.persistent_state())
             self._versions[id(program)] = self._whole.version
 
     def _combine_results(self, whole: Compiled, parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:

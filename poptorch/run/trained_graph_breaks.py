@@ -110,7 +110,7 @@ class TrainedBrokenGraph(BrokenGraph):
         assert step is not None and content is not None
         if step is not self._newest:
             self._save_newest()
-            step.write_lasting(self._saved)
+            step.write_persistent_state(self._saved)
             self._newest = step
         try:
             return step.run([*call.tensors, *call.select(content.inputs)], call.objects)
@@ -120,7 +120,7 @@ class TrainedBrokenGraph(BrokenGraph):
     def _save_newest(self) -> None:
         """Save the newest end program's persistent state."""
         if self._newest is not None:
-            self._saved |= self._newest.lasting()
+            self._saved |= self._newest.persistent_state()
             self._newest = None
 
     # Interface of `Compiled` ----------------------------------------------------------------------------------------
@@ -152,12 +152,12 @@ class TrainedBrokenGraph(BrokenGraph):
         own = {} if self._newest is None else self._newest.io.variables
         self._saved |= {("weight", name): array.copy() for name, array in host.items() if name not in own}
 
-    def lasting(self) -> dict[tuple[str, str], np.ndarray]:
+    def persistent_state(self) -> dict[tuple[str, str], np.ndarray]:
         """All state carried between runs, keyed by kind (weight, state or random) and name."""
         self._save_newest()
         return self._saved
 
-    def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
+    def write_persistent_state(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
         """Overwrite state carried between runs."""
         self._newest, self._saved = None, {**self._saved, **values}
 

@@ -92,14 +92,14 @@ class WeightSync:
         assert self._program is not None
         self.has_news()  # copies stale values back
         self._program.attach(self.lazy.read_values())
-        self.host_writes.forget()
+        self.host_writes.mark_transferred()
 
     def upload(self) -> None:
         """Copy the module's values to the device, if there is a program."""
         if self._program is not None:
             self._program.write_weights(self.lazy.read_values())
         self.lazy.mark_uploaded()
-        self.host_writes.forget()
+        self.host_writes.mark_transferred()
 
     def to_host(self) -> None:
         """Copy the device's values to the module, changed or not."""
@@ -116,11 +116,11 @@ class WeightSync:
         """Whether host writes to the module differ from the device's values."""
         if self._program is None or not self._program.is_attached or self.lazy.is_stale:
             return False
-        if not self.host_writes.names() and not self.lazy.data_accessed:
+        if not self.host_writes.written() and not self.lazy.data_accessed:
             return False
         host = self.lazy.read_values()
         if any(not np.array_equal(host[name], array) for name, array in self._program.weights().items()):
             return True
-        if self.host_writes.names():
-            self.host_writes.forget()
+        if self.host_writes.written():
+            self.host_writes.mark_transferred()
         return False

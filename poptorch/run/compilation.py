@@ -74,8 +74,8 @@ def compiled_model(
         groupings,
         _anchors(options, trainer.names() if trainer is not None else ()),
     )
-    counts = None if whole is None else tuple(whole.host_numbers)
-    capture = ModelCapture(model, options, request.batching, update is not None, counts, whole is not None)
+    counters = None if whole is None else tuple(whole.counter_values)
+    capture = ModelCapture(model, options, request.batching, update is not None, counters, whole is not None)
     carries_numbers = whole is not None and whole.signature.carries_numbers
     signature_of = partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers)
     signature, path = _capture_hiding(signature_of, partial(capture.first, args=args, kwargs=kwargs))
@@ -154,8 +154,8 @@ def extend_program(
     if not (widest := signature_of(())).carries or not widest.fits(*first):
         return False
 
-    counts = list(compiled.host_numbers)
-    capture = ModelCapture(model, options, compiled.batching, training, counts, may_split=False)
+    counters = list(compiled.counter_values)
+    capture = ModelCapture(model, options, compiled.batching, training, counters, may_split=False)
     signature, path, _ = _try_hiding(signature_of, partial(capture.first, args=args, kwargs=kwargs))
     if path is None or not signature.fits(*first):
         return False

@@ -47,11 +47,11 @@ class Compiled:
         io: inputs, outputs and variables of the program for the host.
         read: buffers whose numbers are a part of the program, with these numbers.
         frozen: tensors of the host whose numbers are a part of the program.
-        counting: the numbers of the module that `forward` changes, which the host computes.
+        counters: numbers of the module that `forward` changes; the host computes them.
 
     Attributes:
         signature, structure: as passed, until more values are found to be carried.
-        io, session, read, counting: as passed.
+        io, session, read, counters: as passed.
         batching, seed: those of the request.
         anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
         times: timestamps of the last call.
@@ -70,14 +70,14 @@ class Compiled:
         host_functions: Iterable[HostFunction] = (),
         read: Mapping[str, torch.Tensor] | None = None,
         frozen: Iterable[CapturedConstant] = (),
-        counting: HostNumbers | None = None,
+        counters: HostNumbers | None = None,
     ) -> None:
         self.signature, self.structure = signature, structure
         self.batching, self.seed = request.batching, request.seed
         self.constants, self.rewritten = dict(constants), tuple(rewritten)
         self.io, self.session = io, session
         self.read = dict(read or {})
-        self.counting = counting
+        self.counters = counters
         self.version = 0
         self.anchored: dict[str, torch.Tensor] = {}
         self._checks = request.options.Precision.floating_point_exceptions
@@ -120,7 +120,7 @@ class Compiled:
         if self.rewritten:
             self._check_apart(tensors)
         requested = perf_counter()
-        feeds: dict[popxl.HostToDeviceStream, Any] = self._numbers | self._number_feeds()
+        feeds: dict[popxl.HostToDeviceStream, Any] = self._numbers | self._counter_feeds()
         feeds.update(self._rows.feeds(tensors))
         supplied = ready = perf_counter()
         try:
@@ -279,21 +279,21 @@ class Compiled:
             self._numbers[self.io.numbers] = np.tile(numbers, (replicas, 1)) if replicas > 1 else numbers
 
     @property
-    def host_numbers(self) -> dict[str, Number]:
-        """The module's numbers changed by `forward`, as seen by the next run, by path and name."""
-        return {} if self.counting is None else self.counting.now
+    def counter_values(self) -> dict[str, Number]:
+        """Values of counters that the next run starts with, by module path and name."""
+        return {} if self.counters is None else self.counters.now
 
-    def write_counted(self, numbers: Mapping[str, Number]) -> None:
-        """Overwrite the given ones of these numbers."""
-        if self.counting is not None:
-            self.counting.now |= {name: numbers[name] for name in self.counting.now.keys() & numbers.keys()}
+    def write_counters(self, numbers: Mapping[str, Number]) -> None:
+        """Overwrite counters; names that the program lacks are ignored."""
+        if self.counters is not None:
+            self.counters.now |= {name: numbers[name] for name in self.counters.now.keys() & numbers.keys()}
 
-    def _number_feeds(self) -> dict[popxl.HostToDeviceStream, np.ndarray]:
-        """Host-computed numbers for a run: all replicas receive the same value per micro-batch."""
-        if self.counting is None:
+    def _counter_feeds(self) -> dict[popxl.HostToDeviceStream, np.ndarray]:
+        """Counters for a run: all replicas receive the same value per micro-batch."""
+        if self.counters is None:
             return {}
         replicas, count = self.batching.groups.replicas, self.batching.micro_batches
-        arrays = [array if count > 1 else array[0] for array in self.counting.advance(count)]
+        arrays = [array if count > 1 else array[0] for array in self.counters.advance(count)]
         given = [np.stack([array] * replicas) if replicas > 1 else array for array in arrays]
         return dict(zip(self.io.counted, given, strict=True))
 
@@ -331,8 +331,8 @@ class Compiled:
 
     def persistent_state(self) -> dict[tuple[str, str], np.ndarray]:
         """All state carried between runs, keyed by kind (weight, state, number or random) and name."""
-        counted = {("number", name): np.asarray(number) for name, number in self.host_numbers.items()}
-        return self._fetched(self._persistent) | counted
+        counters = {("number", name): np.asarray(number) for name, number in self.counter_values.items()}
+        return self._fetched(self._persistent) | counters
 
     def write_persistent_state(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
         """Overwrite state carried between runs; entries that the program lacks are ignored.
@@ -345,7 +345,7 @@ class Compiled:
             if value is not None and (value.shape == shape or key[0] != "random"):
                 own[v] = np.broadcast_to(value[0] if value.ndim > len(shape) else value, shape)
         self._write(own)
-        self.write_counted({name: value.item() for (kind, name), value in values.items() if kind == "number"})
+        self.write_counters({name: value.item() for (kind, name), value in values.items() if kind == "number"})
 
     @property
     def _persistent(self) -> dict[tuple[str, str], Variable]:

@@ -426,7 +426,7 @@ class PoplarExecutor(ModelLifecycle):
         self._host.grouped.update(saved.grouped)
         compiled = saved.compiled(self._host, self._options)
         if anew:
-            compiled.write_counted(self._host.carried_numbers(compiled.host_numbers))
+            compiled.write_counters(self._host.counter_values(compiled.counter_values))
         if self._trainer is not None:
             saved.prepare(self._trainer, self._host, self._options)
             if anew:

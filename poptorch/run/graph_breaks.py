@@ -58,10 +58,10 @@ class BrokenGraph:
         poptorch.Error: if there are anchored tensors.
     """
 
-    host_numbers: Mapping[str, Number] = MappingProxyType({})
-    """The numbers of the module that it carries: none."""
+    counter_values: Mapping[str, Number] = MappingProxyType({})
+    """Values of counters: it has none."""
     changed_on_host: Collection[str] = ()
-    """What functions of the host are known to change: nothing."""
+    """Names of what host functions change: none are known."""
     _keeps_buffers = True
     """Whether the host keeps the buffers that the model overwrites, from one call to the next."""
 

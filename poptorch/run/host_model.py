@@ -69,16 +69,16 @@ class HostModel:
         if inside:
             self.attributes = self.attributes.with_current((each, name) for each in inside for name in vars(each))
 
-    def take_counted(self, numbers: Mapping[str, Number], compiled: Attributes) -> None:
-        """Store program-carried numbers in the module, preserving values set by the user meanwhile."""
+    def take_counters(self, numbers: Mapping[str, Number], compiled: Attributes) -> None:
+        """Store values of a program's counters in the module, preserving values set by the user meanwhile."""
         places = [(module, key, number) for name, number in numbers.items() for module, key in self._holding(name)]
         for module, key, number in places:
             if compiled.is_unchanged(module, key):
                 setattr(module, key, number)
         self.attributes = self.attributes.with_current((module, key) for module, key, _ in places)
 
-    def carried_numbers(self, names: Iterable[str]) -> dict[str, Number]:
-        """Numbers with given paths and names, as recorded in `attributes`, for a program that carries them."""
+    def counter_values(self, names: Iterable[str]) -> dict[str, Number]:
+        """Values of counters by module path and name, as recorded in `attributes`."""
         with self.attributes.restored():
             return {name: vars(module)[key] for name in names for module, key in self._holding(name)}
 

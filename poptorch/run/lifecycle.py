@@ -213,7 +213,7 @@ class ModelLifecycle(ModelProxy):
             self._write_report()
             self.copyWeightsToHostIfNeeded()
             if isinstance(compiled, Compiled):
-                self._host.take_counted(compiled.host_numbers, self._attributes)
+                self._host.take_counters(compiled.counter_values, self._attributes)
             if self._trainer is not None:
                 self._trainer.disconnect()
             compiled.close()

@@ -49,7 +49,7 @@ class ModelCapture:
     Attributes:
         batching: distribution of the rows of a call.
         training: whether the model is to be trained.
-        counts: numbers of the module that the program carries; `None` for all that it can.
+        counters: names of the numbers changed by `forward` that the program carries; `None` for all that it can.
         has_fewer_rows: whether the program is for fewer rows than another one, which the options allowed.
         may_split: whether graph breaks may split the model.
     """
@@ -58,7 +58,7 @@ class ModelCapture:
     options: Options
     batching: Batching
     training: bool
-    counts: Collection[str] | None = None
+    counters: Collection[str] | None = None
     has_fewer_rows: bool = False
     may_split: bool = True
     _layouts: Sequence[TensorLayout] = ()
@@ -72,7 +72,7 @@ class ModelCapture:
         """
         tensors = signature.check(args, kwargs)
         self._layouts = _layouts_of(tensors, signature, self.batching)
-        return self._path(signature, tensors, (), self.counts)
+        return self._path(signature, tensors, (), self.counters)
 
     def again(self, signature: Signature, tensors: Sequence[torch.Tensor], results: Sequence[Any]) -> ExecutionPath:
         """Capture for other tensors, and results of the first graph breaks."""
@@ -83,7 +83,7 @@ class ModelCapture:
         signature: Signature,
         tensors: Sequence[torch.Tensor],
         results: Sequence[Any],
-        counts: Collection[str] | None,
+        counters: Collection[str] | None,
     ) -> ExecutionPath:
         model, options, breaks = self.model, self.options, None
         if self.may_split and options.kept_programs > 1:
@@ -92,7 +92,7 @@ class ModelCapture:
         captured, structure, context = self._capture(signature, breaks)
         path = () if breaks is None else breaks.found
         if not path:
-            carrying = _carrying_numbers(captured, partial(self._capture, signature, None), counts)
+            carrying = _capture_with_counters(captured, partial(self._capture, signature, None), counters)
             captured, structure, context = carrying or (captured, structure, context)
         warn_of_host_changes(captured, model.module)
         warn_of_host_tensors(captured, model.warned)
@@ -158,8 +158,8 @@ _MAX_CAPTURES = 16
 """How often a model is captured, until it is known what it does with the numbers that it changes."""
 
 
-def _carrying_numbers(
-    plain: Captured, capture: Callable[[Tape], _Capture], counts: Collection[str] | None
+def _capture_with_counters(
+    plain: Captured, capture: Callable[[Tape], _Capture], counters: Collection[str] | None
 ) -> _Capture | None:
     """The capture with `forward`'s changing numbers computed on the host, if otherwise equivalent; else `None`.
 
@@ -187,7 +187,7 @@ def _carrying_numbers(
             waiting += ((*choices[:i], not choices[i]) for i in range(len(given), len(choices)))
         wanted = {name: number for name, number in wanted.items() if name not in refused}
         if wanted == first:
-            return _with_numbers(plain, found, problems) if counts is None or set(counts) == set(first) else None
+            return _with_numbers(plain, found, problems) if counters is None or set(counters) == set(first) else None
         first = wanted
     return None
 

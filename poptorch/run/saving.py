@@ -133,7 +133,7 @@ class _About(_FileModel, _Stamp):
         seed: seed of the random numbers; `None` if their state was not saved.
         optimizer: state of the optimiser when the program was made.
         model: the module; `None` for files without a model.
-        counting: the numbers that the host computes for each run, with their paths and dtypes, as data.
+        counting: counters, with their paths and dtypes, as data.
     """
 
     training: bool
@@ -174,8 +174,8 @@ def save(
         own = host.tensors()
         tensors |= {f"weights/{name}": t.detach().contiguous() for name, t in own.items()}
         model = _model(host.module, OptimizerData.of(trainer.optimizer, own) if trainer is not None else None)
-    numbers = compiled.counting
-    counting = None if numbers is None else [numbers.now, list(map(astuple, numbers.paths)), numbers.dtypes]
+    numbers = compiled.counters
+    counters = None if numbers is None else [numbers.now, list(map(astuple, numbers.paths)), numbers.dtypes]
     about = _About(
         format=FORMAT,
         poptorch=popxl.__version__,
@@ -187,7 +187,7 @@ def save(
         seed=compiled.seed if save_rng_state else None,
         optimizer=trainer.made_with if trainer is not None else None,
         model=model,
-        counting=to_data(counting, "counting"),
+        counting=to_data(counters, "counting"),
     )
     blobs = {_TENSORS: safetensors.torch.save(tensors), _SESSION: _session(compiled.session)}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -392,14 +392,14 @@ class Saved:
             _io_within(session, self._io),
             session,
             read={name: self._tensors[f"read/{name}"] for name in call.read},
-            counting=_counting(self._about.counting),
+            counters=_counters(self._about.counting),
         )
         if self._about.seed is None:
             compiled.reseed()
         return compiled
 
 
-def _counting(data: Any) -> HostNumbers | None:
+def _counters(data: Any) -> HostNumbers | None:
     """Numbers that the host computes, from a file."""
     if data is None:
         return None

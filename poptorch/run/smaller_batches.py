@@ -87,7 +87,7 @@ class SmallerBatches:
         may_pad = options.partial_batch is PartialBatch.Pad and options.output_mode is OutputMode.All
         if not may_pad or self._training or not isinstance(whole, Compiled) or self._batching.groups.size > 1:
             return None
-        if whole.io.written or whole.host_numbers or whole.rewritten or options.anchored_tensors:
+        if whole.io.written or whole.counter_values or whole.rewritten or options.anchored_tensors:
             return None
         signature = Signature(self._forward, args, kwargs)
         pairs = list(zip(signature.check(args, kwargs), whole.signature.leaves, strict=True))
@@ -162,7 +162,7 @@ class SmallerBatches:
     def _transferring_state(self, program: CompiledModel) -> Iterator[None]:
         """Context manager moving persistent state to a smaller program before its run, and back afterwards."""
         io = program.io
-        changes = self._training or bool(io.written) or bool(program.host_numbers) or io.random is not None
+        changes = self._training or bool(io.written) or bool(program.counter_values) or io.random is not None
         if changes or self._versions.get(id(program)) != self._whole.version:
             program.write_persistent_state(self._whole.persistent_state())
         try:

@@ -351,7 +351,7 @@ class CheckpointSession(popxl.Session):
         except BaseException as raised:  # any error: the other processes wait for the report
             problem = raised
         if together:
-            told += self._meet(what, said | {"problem": problem and f"{type(problem).__name__}: {problem}"})
+            told += self._barrier(what, said | {"problem": problem and f"{type(problem).__name__}: {problem}"})
         if problem is not None:
             raise problem
         if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(told) if each["problem"]]:

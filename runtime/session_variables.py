@@ -38,7 +38,7 @@ class SessionVariables:
         store: VariableStore | None
         _lock: threading.RLock
         _device: Device
-        _owners: dict[Variable, tuple[Any, Variable]]
+        _owners: Mapping[Variable, tuple[SessionVariables, Variable]]
 
     @property
     def is_attached(self) -> bool:
@@ -166,7 +166,7 @@ class SessionVariables:
             )
         return store.is_ahead and self.is_attached
 
-    # Each process its part ------------------------------------------------------------------------------------------
+    # Several processes ----------------------------------------------------------------------------------------------
 
     _key_value_store = KeyValueStore()
 
@@ -175,7 +175,7 @@ class SessionVariables:
         """Whether several processes run the program."""
         return self.program.layout.divided is not None
 
-    def _meet(self, place: str, payload: Any) -> list[Any]:
+    def _barrier(self, place: str, payload: Any) -> list[Any]:
         """Wait for all processes running the program at barrier `place`. Returns their payloads."""
         return self.program.layout.replicas.barrier(place, self._attached_store(place).run_count, payload)
 
@@ -190,7 +190,7 @@ class SessionVariables:
         for v in variables:
             if v in self._owners:
                 owner, theirs = self._owners[v]
-                parts[v] = owner._own_parts([theirs])[theirs]
+                parts[v] = owner._saved_parts([theirs])[theirs]
         return parts
 
     def _write_parts(self, tensors: Given) -> None:
@@ -259,10 +259,8 @@ class SessionVariables:
 
     def _warn_of_reverted(self, written: Collection[Variable]) -> None:
         """Warn if an upload reverts variables changed by runs, except `written`."""
-        layout = self.program.layout
-        changed = [layout.resident[t] for t in layout.changed]
-        changed += [v for b in layout.stored_to for v in layout.in_buffers[b]]
-        reverted = [v.name for v in dict.fromkeys(changed) if v not in written and v not in self._owners]
+        changed = self.program.layout.downloaded
+        reverted = [v.name for v in changed if v not in written and v not in self._owners]
         if reverted:
             names = listed(reverted, most=3)
             warn_at(

@@ -190,8 +190,9 @@ class Layout:
 
     @property
     def downloaded(self) -> Set[Variable]:
-        """Variables copied to the host by a download: those changed by the program."""
-        return {self.resident[t] for t in self.changed} | {v for b in self.stored_to for v in self.in_buffers[b]}
+        """Variables copied to the host by a download: those changed by the program, in their order."""
+        changed = [self.resident[t] for t in self.changed]
+        return dict.fromkeys([*changed, *(v for b in self.stored_to for v in self.in_buffers[b])]).keys()
 
     # Sizes ----------------------------------------------------------------------------------------------------------
 

@@ -278,6 +278,34 @@ def checkpoint_in_pieces(replication: Replication, share: Share) -> Results:
     return known, {}
 
 
+def checkpoint_of_borrowed_variables(replication: Replication, share: Share) -> Results:
+    """A session saves what another session has: each process its pieces."""
+
+    def program() -> tuple[popxl.Ir, popxl.Variable]:
+        ir = popxl.Ir(replication)
+        with ir.main_graph:
+            rows = np.arange(8, dtype=np.float32).reshape(REPLICAS, 2)
+            w = popxl.variable(rows, replica_grouping=ir.replica_grouping(group_size=1), name="w")
+            ops.add_(w, popxl.constant(1, w.dtype))
+        return ir, w
+
+    (lent, theirs), (ir, mine) = program(), program()
+    state = addons.NamedTensors.from_dict({"w": mine})
+    is_shared = replication == "popdist"
+    with (
+        contextlib.nullcontext(sys.argv[1]) if is_shared else tempfile.TemporaryDirectory() as folder,
+        popxl.Session(lent, "ipu_hw") as owner,
+        addons.TaskSession([], [], state, ir=ir, device_desc="ipu_hw") as session,
+    ):
+        session.use_variables_of(owner, {mine: theirs})
+        owner.run()
+        session.run()
+        session.save_checkpoint(f"{folder}/borrowed")
+        popdist.synchronize()
+        with checkpoint.located(f"{folder}/borrowed") as directory:
+            return checkpoint.read_arrays(directory), {}
+
+
 def communication(replication: Replication, share: Share) -> Results:
     """What is sent is what the program says, also where CPU devices of several processes sum in order."""
     ir = popxl.Ir(replication, axes={"data": 2, "tensor": 2})
@@ -314,6 +342,7 @@ PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {
     "pipeline": pipeline,
     "several IPUs": several_ipus,
     "checkpoint in pieces": checkpoint_in_pieces,
+    "checkpoint of borrowed variables": checkpoint_of_borrowed_variables,
     "pipeline on one device": lambda replication, share: pipeline(replication, share, "one"),
 }
 

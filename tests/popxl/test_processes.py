@@ -20,7 +20,7 @@ from runtime.processes import held_port
 from tests.popxl.conftest import Run
 from tests.popxl.shared_programs import PROGRAMS, REPLICAS
 
-ALWAYS = ("sharded variables", "pipeline", "checkpoint in pieces", "communication")
+ALWAYS = ("sharded variables", "pipeline", "checkpoint in pieces", "checkpoint of borrowed variables", "communication")
 """Programs that are run always."""
 
 IN_MANY = ("training", "grouped variables", "seeds", *ALWAYS)

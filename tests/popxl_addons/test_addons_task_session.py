@@ -327,7 +327,7 @@ def test_what_is_replaced_while_it_is_read(tmp_path, monkeypatch):
 
 def test_processes_that_find_different_checkpoints(tmp_path, monkeypatch):
     session = make()
-    monkeypatch.setattr(session, "_meet", lambda what, said: [said, {"mark": "other", "problem": None}])
+    monkeypatch.setattr(session, "_barrier", lambda what, said: [said, {"mark": "other", "problem": None}])
     with pytest.raises(ReplacedError, match="nothing is loaded.*different checkpoints"):
         with session._joint("here", True, "nothing is loaded") as (said, _):
             said["mark"] = "own"

@@ -45,7 +45,7 @@ BACKEND_LOG = "jax._src.xla_bridge"
 """The name of the logger by which JAX says which devices it cannot use."""
 
 HAS_TPUS = running_in_cloud_tpu_vm
-"""Whether this is a machine of a TPU pod, which itself knows which chips are whose."""
+"""Whether this is a machine of a TPU pod, which assigns chips to processes itself."""
 
 
 def jax_runs() -> bool:
@@ -58,17 +58,17 @@ def schedulers() -> dict[str, Any]:
     return {kind.__name__: kind for kind in ClusterEnv._cluster_types}
 
 
-def service() -> Any:
-    """Client of `jax.distributed.initialize`: key-value store and barriers."""
+def distributed_client() -> Any:
+    """Client of the service that `jax.distributed.initialize` connects to: key-value store and barriers."""
     return distributed.global_state.client
 
 
-def exchange_on(address: str) -> None:
-    """Make CPU collectives of all processes communicate over `address`.
+def bind_collectives(address: str) -> None:
+    """Bind the CPU collectives of all processes to an address.
 
     By default gloo uses the address of the machine's host name: often one of an external network.
     """
-    collectives = _jax.make_gloo_tcp_collectives(distributed_client=service(), hostname=address)
+    collectives = _jax.make_gloo_tcp_collectives(distributed_client=distributed_client(), hostname=address)
     make = partial(xla_bridge.make_cpu_client, collectives=collectives)
     register_backend_factory("cpu", make, priority=0, fail_quietly=False)
 
@@ -84,20 +84,20 @@ def prepared(function: Any) -> tuple[Any, int] | None:
 
 
 def settings_of_this_thread() -> Callable[[], None]:
-    """Function copying this thread's current JAX settings to another thread: thread-local contexts such as
-    `jax.enable_x64(True)` or `jax.default_matmul_precision("float32")`."""
+    """Snapshot of this thread's JAX settings, as a function that applies them in another thread: those of contexts such
+    as `jax.enable_x64(True)` or `jax.default_matmul_precision("float32")`."""
     known = {id(each): each for each in (*config.config_states.values(), *vars(config).values())}
     settings = [each for each in known.values() if isinstance(each, config.config_ext.Config)]
     values = [(each, value) for each in settings if (value := each.get_local()) is not config.config_ext.unset]
 
-    def take_over() -> None:
+    def apply() -> None:
         for setting, value in values:
             setting.set_local(value)
             hook = getattr(setting, "_update_thread_local_hook", None)
             if hook is not None:
                 hook(value)
 
-    return take_over
+    return apply
 
 
 def copied(array: jax.Array, sharding: Any) -> jax.Array:
@@ -156,11 +156,11 @@ class Contents(NamedTuple):
 
 
 def contents(compiled: Any) -> tuple[Contents, bool]:
-    """Decompose a function compiled by `jax.jit(function).lower(...).compile()`; also returns whether decomposition is
-    complete. Python callbacks or references to process state make it incomplete."""
+    """Decompose a function compiled by `jax.jit(function).lower(...).compile()`. Also returns whether the contents are
+    complete: callbacks of Python and references to state of the process are left out."""
     unloaded = compiled._executable._unloaded_executable
-    kept_out = (unloaded.host_callbacks, unloaded.keepalive, unloaded.ordered_effects, unloaded.unordered_effects)
-    is_all = not any(kept_out) and unloaded.mut is None and not compiled._params.const_args
+    left_out = (unloaded.host_callbacks, unloaded.keepalive, unloaded.ordered_effects, unloaded.unordered_effects)
+    is_complete = not any(left_out) and unloaded.mut is None and not compiled._params.const_args
     infos = jax.tree.leaves(compiled.args_info)
     placed = zip(unloaded.input_avals, unloaded.input_shardings, strict=True)
     used = dict(zip(sorted(unloaded.kept_var_idx), placed, strict=True))
@@ -171,11 +171,17 @@ def contents(compiled: Any) -> tuple[Contents, bool]:
         donated=[i for i, info in enumerate(infos) if info.donated],
         results=list(zip(unloaded.output_avals, unloaded.output_shardings, strict=True)),
     )
-    return found, is_all
+    return found, is_complete
 
 
-def loaded(found: Contents, content: bytes, into: Any, out_of: Any) -> Any:
-    """Reconstruct a compiled function from its contents."""
+def loaded(found: Contents, serialized: bytes, argument_tree: Any, result_tree: Any) -> Any:
+    """Load a compiled function.
+
+    Args:
+        found: its contents.
+        serialized: the executable, as XLA has serialized it.
+        argument_tree, result_tree: structures of its arguments and results.
+    """
     devices = list(found.devices)
     used = [i for i, (_, sharding) in enumerate(found.arguments) if sharding is not None]
     inputs, input_shardings = zip(*(found.arguments[i] for i in used), strict=True) if used else ((), ())
@@ -183,7 +189,7 @@ def loaded(found: Contents, content: bytes, into: Any, out_of: Any) -> Any:
     backend, device_list = devices[0].client, xla_client.DeviceList(tuple(devices))
     assignment = np.array([[device.id for device in devices]])  # otherwise it is for the devices of its compilation
     options = get_compile_options(num_replicas=1, num_partitions=len(devices), device_assignment=assignment)
-    executable = backend.deserialize_executable(content, executable_devices=device_list, compile_options=options)
+    executable = backend.deserialize_executable(serialized, executable_devices=device_list, compile_options=options)
     layouts, result_layouts = _get_layouts_from_executable(
         executable, [None] * len(inputs), [None] * len(results), 0, inputs, results
     )
@@ -211,4 +217,4 @@ def loaded(found: Contents, content: bytes, into: Any, out_of: Any) -> Any:
         pgle_profiler=None,
     ).load()
     infos = [jax.stages.ArgInfo(aval, i in found.donated) for i, (aval, _) in enumerate(found.arguments)]
-    return jax.stages.Compiled(made, [], jax.tree.unflatten(into, infos), out_of)
+    return jax.stages.Compiled(made, [], jax.tree.unflatten(argument_tree, infos), result_tree)

@@ -30,7 +30,7 @@ from popxl.base.distributed import LOOPBACK, Instance, launched
 from popxl.base.log import Logger
 from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.ir import Ir
-from runtime.jax_private import HAS_TPUS, exchange_on, service
+from runtime.jax_private import HAS_TPUS, bind_collectives, distributed_client
 from runtime.schedulers import Service
 
 _log = Logger("session")
@@ -150,7 +150,7 @@ def join() -> None:
     if instance.coordinator:
         port = int(instance.coordinator.rpartition(":")[2])
         _connect(instance, instance.coordinator, f"{address or '[::]'}:{port}", int(instance.timeout))
-        connection = Service(instance, service())
+        connection = Service(instance, distributed_client())
     else:
         connection = LauncherConnection(instance)
         with held_port(address) as port:
@@ -186,7 +186,7 @@ def _connect(instance: Instance, coordinator: str, own: str, timeout: int) -> No
             f"`popdist.init()` at the beginning of the program. JAX says: {problem}"
         ) from problem
     if instance.is_single_host and jax.config.values["jax_cpu_collectives_implementation"] == "gloo":
-        exchange_on(LOOPBACK)
+        bind_collectives(LOOPBACK)
 
 
 @contextlib.contextmanager
@@ -238,7 +238,7 @@ class KeyValueStore:
 
     def set(self, name: str, text: str) -> None:
         """Set a key's text, visible to all instances."""
-        service().key_value_set(f"{self._FOLDER}/{name}", text)
+        distributed_client().key_value_set(f"{self._FOLDER}/{name}", text)
 
     def get(self, name: str) -> str:
         """Wait for a key's text. If another instance dies meanwhile, this process ends too.
@@ -248,7 +248,7 @@ class KeyValueStore:
         """
         while True:
             try:
-                text: str = service().blocking_key_value_get(f"{self._FOLDER}/{name}", self._POLL_INTERVAL)
+                text: str = distributed_client().blocking_key_value_get(f"{self._FOLDER}/{name}", self._POLL_INTERVAL)
                 return text
             except RuntimeError as problem:  # JAX wraps errors of the service
                 if not str(problem).startswith("DEADLINE_EXCEEDED"):
@@ -258,7 +258,7 @@ class KeyValueStore:
 
     def delete(self, folder: str) -> None:
         """Delete keys under a folder."""
-        service().key_value_delete(f"{self._FOLDER}/{folder}/")
+        distributed_client().key_value_delete(f"{self._FOLDER}/{folder}/")
 
 
 # Replicas of a program over processes --------------------------------------------------------------------------------

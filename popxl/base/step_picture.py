@@ -9,9 +9,10 @@ from typing import NamedTuple
 from popxl.base import svg
 from popxl.base.pages import Picture, bytes_text
 
-_PLOT, _SIDE, _BASE = 500, 535, 300
-"""Where the memory ends and where the mesh begins, from the left; the axis of the memory."""
+_PLOT_END, _MESH, _BASE = 500, 535, 300
+"""Right end of the memory, left end of the mesh, and the height of the memory's axis, in pixels."""
 _CHIP, _GAP = 15, 11
+"""Size of a chip, and the distance to the next."""
 
 
 class Layer(NamedTuple):
@@ -50,8 +51,8 @@ def step_picture(
     """
     parts = [svg.text(svg.LEFT - 60, 20, title, "start", 13)]
     parts += _memory(layers, phases)
-    side, y = _mesh(axes)
-    parts += side
+    mesh, y = _mesh(axes)
+    parts += mesh
     parts += _collectives(axes, sent, y + 26)
     used = [layer for layer in layers if any(layer.heights)]
     for i, layer in enumerate(used):
@@ -64,52 +65,50 @@ def step_picture(
 
 
 def _memory(layers: Sequence[Layer], phases: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Layers of memory on top of each other, above an axis with the phases."""
     left, count = svg.LEFT - 20, len(layers[0].heights)
     total = [sum(each) for each in zip(*(layer.heights for layer in layers), strict=True)]
     ticks = svg.ticks(max(total, default=0))
-    across, up = svg.scale(count or 1, left, _PLOT), svg.scale(ticks[-1], _BASE, svg.TOP)
+    across, up = svg.scale(count or 1, left, _PLOT_END), svg.scale(ticks[-1], _BASE, svg.TOP)
     parts = [each for value in ticks for each in (
-        svg.line(left, up(value), _PLOT, up(value)),
+        svg.line(left, up(value), _PLOT_END, up(value)),
         svg.text(left - 8, up(value) + 4, bytes_text(value)),
     )]  # fmt: skip
     bottoms = [0] * count
     for layer in layers:
         tops = [a + b for a, b in zip(bottoms, layer.heights, strict=True)]
         if tops != bottoms:
-            there = svg.corners(0, tops, across, up)
-            back = reversed(svg.corners(0, bottoms, across, up))
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (*there, *back))
-            most = bytes_text(max(layer.heights))
-            parts.append(
-                f'<polygon points="{points}" class="{layer.style}"><title>{layer.name}: {most} at most</title>'
-            )
-            parts[-1] += "</polygon>"
+            above = svg.corners(0, tops, across, up)
+            below = reversed(svg.corners(0, bottoms, across, up))
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (*above, *below))
+            title = f"<title>{layer.name}: {bytes_text(max(layer.heights))} at most</title>"
+            parts.append(f'<polygon points="{points}" class="{layer.style}">{title}</polygon>')
         bottoms = tops
     for name, (start, end) in phases.items():
-        x1, x2 = (left + (_PLOT - left) * each for each in (start, end))
+        x1, x2 = (left + (_PLOT_END - left) * each for each in (start, end))
         parts += [svg.line(x2, svg.TOP, x2, _BASE + 6), svg.text((x1 + x2) / 2, _BASE + 16, name, "middle")]
     return parts
 
 
 def _mesh(axes: Sequence[tuple[str, int]]) -> tuple[list[str], float]:
-    """The chips, with lines between those along one axis; and where the drawing ends."""
+    """Drawing of the chips, with lines between those along one axis; and the height at which it ends."""
     if not axes:
-        return [svg.text(_SIDE, svg.TOP + 8, "1 chip", "start", 12)], svg.TOP + 8
+        return [svg.text(_MESH, svg.TOP + 8, "1 chip", "start", 12)], svg.TOP + 8
     count = math.prod(size for _, size in axes)
     heading = f"{count} chips: {' × '.join(f'{name} {size}' for name, size in axes)}"
-    parts = [svg.text(_SIDE, svg.TOP + 8, heading, "start", 12)]
+    parts = [svg.text(_MESH, svg.TOP + 8, heading, "start", 12)]
     *outer, (_, size) = axes
     rows, columns = min(math.prod(each for _, each in outer), 4), min(size, 8)
     top, pitch = svg.TOP + 22, _CHIP + _GAP
     centres = [
-        (_SIDE + pitch * c + _CHIP / 2, top + pitch * r + _CHIP / 2) for r in range(rows) for c in range(columns)
+        (_MESH + pitch * c + _CHIP / 2, top + pitch * r + _CHIP / 2) for r in range(rows) for c in range(columns)
     ]
     right, bottom = centres[-1]
     inner, outermost = f"a{len(axes) - 1}", f"a{len(axes) - 2}"
     for r in range(rows):
-        parts.append(_wire(_SIDE, top + pitch * r + _CHIP / 2, right, top + pitch * r + _CHIP / 2, inner))
+        parts.append(_wire(_MESH, top + pitch * r + _CHIP / 2, right, top + pitch * r + _CHIP / 2, inner))
     for c in range(columns if rows > 1 else 0):
-        x = _SIDE + pitch * c + _CHIP / 2
+        x = _MESH + pitch * c + _CHIP / 2
         parts.append(_wire(x, top, x, bottom, outermost))
     for x, y in centres:
         parts.append(
@@ -128,7 +127,7 @@ def _wire(x1: float, y1: float, x2: float, y2: float, axis: str) -> str:
 def _collectives(axes: Sequence[tuple[str, int]], sent: Sequence[LineCollectives], y: float) -> list[str]:
     """Heading for each group of axes, with one row per source line that communicates along them."""
     if not sent:
-        return [svg.text(_SIDE, y, "Nothing is sent.", "start")] if axes else []
+        return [svg.text(_MESH, y, "Nothing is sent.", "start")] if axes else []
     parts: list[str] = []
     groups = dict.fromkeys(each.axes for each in sent)
     rows = {along: [each for each in sent if each.axes == along] for along in groups}
@@ -137,8 +136,8 @@ def _collectives(axes: Sequence[tuple[str, int]], sent: Sequence[LineCollectives
         name = " and ".join(axes[i][0] for i in along)
         style = f"a{along[0]}" if len(along) == 1 else "all"
         parts += [
-            f'<rect x="{_SIDE}" y="{y - 6:.1f}" width="10" height="4" class="{style}"/>',
-            svg.text(_SIDE + 16, y, f"along {name}, {size} chips", "start", 12),
+            f'<rect x="{_MESH}" y="{y - 6:.1f}" width="10" height="4" class="{style}"/>',
+            svg.text(_MESH + 16, y, f"along {name}, {size} chips", "start", 12),
         ]
         y += 17
         for each in found:
@@ -146,7 +145,7 @@ def _collectives(axes: Sequence[tuple[str, int]], sent: Sequence[LineCollectives
                 return parts
             what = f"{each.kind} ×{each.times}"
             parts += [
-                svg.text(_SIDE + 16, y, _shortened(f"{each.line} {each.phase}", 37 - len(what)), "start"),
+                svg.text(_MESH + 16, y, _shortened(f"{each.line} {each.phase}", 37 - len(what)), "start"),
                 svg.text(svg.WIDTH - 64, y, what),
                 svg.text(svg.WIDTH - 8, y, bytes_text(each.bytes)),
             ]

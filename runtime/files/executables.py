@@ -95,8 +95,8 @@ def described(compiled: Any, devices: Sequence[jax.Device]) -> tuple[Executable,
     Raises:
         PopxlError: if it calls back into Python, or takes part in something else that is not in it.
     """
-    found, is_all = contents(compiled)
-    if not is_all:
+    found, is_complete = contents(compiled)
+    if not is_complete:
         raise PopxlError(
             f"Session.save: {found.name} cannot be saved, because it calls back into Python (as `ops.print_tensor` "
             "does), or holds on to something else of this process."

@@ -29,8 +29,7 @@ def skip_plugin_discovery() -> None:
     """Skip JAX's search for TPUs and GPUs if their compilers are installed without hardware, avoiding long warnings.
     Does nothing if hardware or other plugins are present, or `jax_platforms` is set."""
     others = [name for name in _plugins() if name not in _GPU_PLUGINS]
-    is_told = jax.config.values["jax_platforms"]
-    if is_told or others or not (_plugins() or _has_libtpu()):
+    if jax.config.values["jax_platforms"] or others or not (_plugins() or _has_libtpu()):
         return
     if not any(found for pattern in _HARDWARE for found in Path("/dev").glob(pattern)):
         jax.config.update("jax_platforms", "cpu")
@@ -54,12 +53,12 @@ def start_jax() -> None:
         else:
             jax.default_backend()
     except AssertionError as problem:  # JAX's only error in that case
-        told = jax.config.values["jax_platforms"]
-        if not told:
+        platforms = jax.config.values["jax_platforms"]
+        if not platforms:
             raise
         raise RuntimeError(
-            f"Session: JAX is told to use {told!r}, and finds no such device here. Set JAX_PLATFORMS to 'cpu', or to "
-            f"nothing, which is whatever there is; or install what JAX needs for {told!r}."
+            f"Session: JAX is told to use {platforms!r}, and finds no such device here. Set JAX_PLATFORMS to 'cpu', or "
+            f"to nothing, which is whatever there is; or install what JAX needs for {platforms!r}."
         ) from problem
 
 
@@ -91,9 +90,9 @@ def tpu_devices(
     # Read by the library on loading: no network queries, and several processes may load it.
     _set(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="true")
     bounds = [min(a, b) for a, b in zip(layout, host, strict=True)]
-    told = {"chips_per_host_bounds": (bounds + [1, 1])[:3]} | ({"chip_config_name": config} if config else {})
+    topology = {"chips_per_host_bounds": (bounds + [1, 1])[:3]} | ({"chip_config_name": config} if config else {})
     name = f"{generation}:{'x'.join(map(str, layout))}"
-    return _topology_devices("tpu", name, told)
+    return _topology_devices("tpu", name, topology)
 
 
 def gpu_devices(name: str, figures: str, hosts: int, per_host: int) -> tuple[jax.Device, ...]:
@@ -106,13 +105,13 @@ def gpu_devices(name: str, figures: str, hosts: int, per_host: int) -> tuple[jax
     if plugin is None:
         raise _missing("a GPU", "gpu")
     _set(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")  # there are no libraries to check
-    told = {"target_config": figures, "topology": f"1x{hosts}x{per_host}"}
+    topology = {"target_config": figures, "topology": f"1x{hosts}x{per_host}"}
     try:
-        return _topology_devices("cuda", name, told)
+        return _topology_devices("cuda", name, topology)
     except NotImplementedError:  # JAX has loaded it before, and dropped it, as there is no GPU
         with _lock, silence_stderr():
             import_module(plugin).initialize()
-        return _topology_devices("cuda", name, told)
+        return _topology_devices("cuda", name, topology)
 
 
 _GPU_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
@@ -132,17 +131,17 @@ def _set(**variables: str) -> None:
 
 
 @cache
-def _found_once(platform: str, name: str, told: tuple[tuple[str, Any], ...]) -> tuple[jax.Device, ...]:
+def _described_devices(platform: str, name: str, topology: tuple[tuple[str, Any], ...]) -> tuple[jax.Device, ...]:
     start_jax()  # otherwise JAX would do so before its first compilation, and its plugins write to standard error too
     with _lock, silence_stderr():
-        found = topologies.get_topology_desc(name, platform, **dict(told))
+        found = topologies.get_topology_desc(name, platform, **dict(topology))
         return tuple(sorted(found.devices, key=lambda device: (device.process_index, device.id)))
 
 
-def _topology_devices(platform: str, name: str, told: dict[str, Any]) -> tuple[jax.Device, ...]:
+def _topology_devices(platform: str, name: str, topology: dict[str, Any]) -> tuple[jax.Device, ...]:
     """Devices of a topology: identical objects on each call, for sharing compiled executables."""
-    hashable = ((key, tuple(value) if isinstance(value, list) else value) for key, value in told.items())
+    hashable = ((key, tuple(value) if isinstance(value, list) else value) for key, value in topology.items())
     try:
-        return _found_once(platform, name, tuple(hashable))
+        return _described_devices(platform, name, tuple(hashable))
     except jax.errors.JaxRuntimeError as problem:
         raise PopxlError(f"Session: XLA does not know the target {name!r}: {problem}") from problem

@@ -51,9 +51,9 @@ def outliers(report: Report) -> Iterator[Finding]:
         stored += out
     _accept_gradients_of_shared(report, updates)
     yield from _losses(mesh, report, updates, stored)
-    said = {i for op in report.index.statements for i in mesh.axes_of(op)} | fed_by_all(mesh, report)
+    stated = {i for op in report.index.statements for i in mesh.axes_of(op)} | fed_by_all(mesh, report)
     batches = {each.op: each for each in (*unread_batches(mesh, report), *_same_batches(mesh, report))}
-    yield from batches.values() if batches else _same_data(mesh, report, updates, said)
+    yield from batches.values() if batches else _same_data(mesh, report, updates, stated)
     yield from _scaled_sums(mesh, report)
     yield from _exchanges_without_dual(mesh, report)
     yield from stale_shards(mesh, report)
@@ -61,7 +61,7 @@ def outliers(report: Report) -> Iterator[Finding]:
         report.findings = [each for each in report.findings if each.category != taken[0].category]
         yield from taken
     yield from transposed_weights(mesh, report)
-    alike = said | {i for i, along in enumerate(report.fed) if along.kind is REPLICATED}
+    alike = stated | {i for i, along in enumerate(report.fed) if along.kind is REPLICATED}
     of_data = {i for each in updates for i in each.axes}
     yield from seed_lints(mesh, report, of_data, alike)
     yield from noise_lints(mesh, report, of_data)
@@ -111,6 +111,7 @@ def _odd_updates(mesh: Mesh, some: Sequence[Update]) -> Iterator[Finding]:
 
 
 def _by_scale(some: Iterable[Update]) -> dict[str, list[Update]]:
+    """Updates by the weight of a replica's value in them, to five digits."""
     by_scale: dict[str, list[Update]] = defaultdict(list)
     for each in some:
         by_scale[f"{each.scale:.5g}"].append(each)
@@ -190,10 +191,11 @@ def _two_ways(mesh: Mesh, one: Update, other: Update) -> Iterator[Finding]:
 
 
 def _outlier(mesh: Mesh, one: Update, usual: Update, ratio: float) -> Iterator[Finding]:
-    op, are = one.how.by[-1], usual.how.by[-1].attributes["op"]
+    """Finding of an update that is `ratio` times a usual one, by its factor or by its reduction."""
+    op, usual_name = one.how.by[-1], usual.how.by[-1].attributes["op"]
     times = f"{ratio:g} times as large as" if ratio > 1 else f"{1 / ratio:g} times smaller than"
     words = {"add": "sum", "mean": "mean"}
-    this, that = words[op.attributes["op"]], words[are]
+    this, that = words[op.attributes["op"]], words[usual_name]
     over, such_as = mesh.text(one.axes), f"other variables, such as `{usual.of.path}`"
     if this == that:
         yield finding(
@@ -208,7 +210,7 @@ def _outlier(mesh: Mesh, one: Update, usual: Update, ratio: float) -> Iterator[F
         yield finding(
             mesh, "mixed reductions", op, one.of, one.axes,
             f"`{one.of.path}` is changed by the {this} over {over}, and {such_as}, by the {that}: what it gets is "
-            f"{times} theirs. Write \"{are}\".",
+            f"{times} theirs. Write \"{usual_name}\".",
         )  # fmt: skip
 
 
@@ -368,16 +370,16 @@ def _fed_by(t: Tensor) -> Op | None:
     return None
 
 
-def _same_data(mesh: Mesh, report: Report, updates: Sequence[Update], said: Set[int]) -> Iterator[Finding]:
+def _same_data(mesh: Mesh, report: Report, updates: Sequence[Update], stated: Set[int]) -> Iterator[Finding]:
     """Means of gradients that are already equal on all replicas, although these have different feeds.
 
-    Not along axes of which the program has `said` which values are equal, by a statement or a gather that it reads
+    Not along axes on which the program has `stated` that values are equal, by an assertion or a gather that it reads
     whole; nor where it takes the mean of only some gradients: a weight may be in pieces on replicas that divide layers.
     """
     reductions = dict.fromkeys(op for each in updates for op in each.how.by)
     found: dict[Op, list[int]] = defaultdict(list)
     for i, along in enumerate(report.fed):
-        is_own = along.kind is VARYING and i not in said
+        is_own = along.kind is VARYING and i not in stated
         some = [op for op in reductions if i in report.reductions[op].axes] if is_own else []
         before = {report.reductions[op].before[i] for op in some}
         if any(op.attributes["op"] == "mean" and i not in report.reductions[op].axes for op in reductions):

@@ -1,4 +1,4 @@
-"""Overwriting a tensor."""
+"""`copy_var_update_`: overwrite a tensor."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from popxl.values.spec import TensorSpec
 
 
 def _same_spec(t: Any, X: Any) -> TensorSpec:
+    """Shape rule of equal operands, without broadcasting."""
     same_dtype(t, X)
     if t.shape != X.shape:
         raise PopxlError("`t` and `X` have to have the same shape; nothing is broadcast.")

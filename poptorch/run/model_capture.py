@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from poptorch.base.host_numbers import NumberPath
-from poptorch.base.logging_ import logger
 from poptorch.base.outputs import OutputStructure, SideEffects, copy_containers, is_unchanged
 from poptorch.capture.counters import Tape
 from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.model import Captured, capture
-from poptorch.capture.number_inputs import merge_captures
 from poptorch.capture.request import CaptureRequest
 from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.capture.trace import Node, Trace, Value, with_values
@@ -23,7 +20,7 @@ from poptorch.errors import createPoptorchError
 from poptorch.lowering import has_lowering
 from poptorch.lowering.control import WATCH
 from poptorch.options import Options
-from poptorch.placement.capture_context import CaptureContext, capturing
+from poptorch.placement.capture_context import capturing
 from poptorch.program.batching import Batching
 from poptorch.program.placement_checks import check_overlapped_io, check_placement
 from poptorch.run.arguments import Signature
@@ -34,12 +31,11 @@ from poptorch.run.capture_warnings import (
     warn_of_host_changes,
     warn_of_host_tensors,
 )
+from poptorch.run.counter_capture import Capture, capture_with_counters
 from poptorch.run.gradient_access import hook_problem
 from poptorch.run.hooks import substituting
 from poptorch.run.host_model import HostModel
 from poptorch.run.subgraphs import ExecutionPath
-
-_Capture = tuple[Captured, OutputStructure, CaptureContext]
 
 
 @dataclass
@@ -92,8 +88,8 @@ class ModelCapture:
         captured, structure, context = self._capture(signature, breaks)
         path = () if breaks is None else breaks.found
         if not path:
-            carrying = _capture_with_counters(captured, partial(self._capture, signature, None), counters)
-            captured, structure, context = carrying or (captured, structure, context)
+            with_counters = capture_with_counters(captured, partial(self._capture, signature, None), counters)
+            captured, structure, context = with_counters or (captured, structure, context)
         warn_of_host_changes(captured, model.module)
         warn_of_host_tensors(captured, model.warned)
         if self.training and captured.hooks:
@@ -111,7 +107,7 @@ class ModelCapture:
             check_placement([node.site for node in captured.trace.nodes], options, self.training)
         return ExecutionPath(captured, structure, path)
 
-    def _capture(self, signature: Signature, breaks: GraphBreaks | None, tape: Tape | None = None) -> _Capture:
+    def _capture(self, signature: Signature, breaks: GraphBreaks | None, tape: Tape | None = None) -> Capture:
         """Capture, its output structure and its placement; warns of arguments that the model overwrites."""
         model, options = self.model, self.options
         # Both of the last time that `forward` ran, as it may have to run again.
@@ -152,59 +148,6 @@ class ModelCapture:
         warn_of_changed_arguments(overwritten, model)
         warn_of_draws(drawing, model.module)
         return captured, structures[0], context
-
-
-_MAX_CAPTURES = 16
-"""How often a model is captured, until it is known what it does with the numbers that it changes."""
-
-
-def _capture_with_counters(
-    plain: Captured, capture: Callable[[Tape], _Capture], counters: Collection[str] | None
-) -> _Capture | None:
-    """The capture with `forward`'s changing numbers computed on the host, if otherwise equivalent; else `None`.
-
-    Each Python branch on these numbers needs a capture of its own. Numbers that cannot be carried are left out.
-    """
-    first, refused, left = plain.changed, set[str](), _MAX_CAPTURES
-    while first:
-        found: list[tuple[Tape, _Capture]] = []
-        wanted, problems, waiting = dict(first), list[NumberPath](), [tuple[bool, ...]()]
-        while waiting and refused.isdisjoint(first):
-            if not left:
-                return None
-            left -= 1
-            tape = Tape(first, given := waiting.pop())
-            try:
-                found.append((tape, capture(tape)))
-                wanted |= found[-1][1][0].changed
-            except Exception as problem:  # any error: code that is not written in Python may have received a counter
-                logger.debug("Numbers that `forward` changes are not carried.", exc_info=True)
-                if not tape.refused and (tape.is_natural or isinstance(problem, TypeError)):
-                    return None
-                problems.append(tape.path(problem=f"{type(problem).__name__} in `forward`: {problem}"))
-            refused |= tape.refused
-            choices = tape.choices
-            waiting += ((*choices[:i], not choices[i]) for i in range(len(given), len(choices)))
-        wanted = {name: number for name, number in wanted.items() if name not in refused}
-        if wanted == first:
-            return _with_numbers(plain, found, problems) if counters is None or set(counters) == set(first) else None
-        first = wanted
-    return None
-
-
-def _with_numbers(
-    plain: Captured, found: Sequence[tuple[Tape, _Capture]], problems: Sequence[NumberPath]
-) -> _Capture | None:
-    together = merge_captures(plain.trace, [(tape, captured.trace) for tape, (captured, *_) in found], problems)
-    if together is None:
-        return None
-    (tape, (captured, structure, context)), *_ = found
-    numbers, slots = together
-    carried = {f"model.{name}" for name in tape.first}
-    shown = {text: line for text, line in plain.carried.items() if text.removeprefix("model.") in tape.formatted}
-    changes = plain.carried | captured.carried  # changes that cannot be undone occur once
-    others = {text: line for text, line in changes.items() if text not in carried}
-    return replace(captured, numbers=numbers, slots=slots, carried=others, shown=shown), structure, context
 
 
 def _layouts_of(tensors: Sequence[torch.Tensor], signature: Signature, batching: Batching) -> list[TensorLayout]:

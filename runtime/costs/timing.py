@@ -14,9 +14,9 @@ from popxl.core.recursion import raised_recursion_limit
 from popxl.core.tensor import Tensor
 from popxl.values.spec import size_in_bytes
 from runtime.lowering.channels import Channel
-from runtime.plan.host_steps import HostSteps
+from runtime.plan.host_steps import HostControlFlow, HostSteps, SubPlan
 from runtime.plan.plan import Plan
-from runtime.plan.segments import HostControlFlow, Key, Segment, SubPlan
+from runtime.plan.segments import Key, Segment
 from runtime.plan.structure import Structure
 
 LONGEST = 64

@@ -1,4 +1,4 @@
-"""`CompileOptions`: compile options of ops."""
+"""`CompileOptions`: what ops are compiled for, and how."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from popxl.base.arrays import Array
+from popxl.core.tensor import Constant, Tensor
+from popxl.fp8_utils import to_device
 from popxl.options import SessionOptions
 from runtime.targets.compile_target import HOST, CompileTarget
 from runtime.targets.replicas import Replicas
@@ -28,6 +31,14 @@ class CompileOptions:
         """Replicas running the program."""
         return self.compile_target.replicas
 
+    def upload(self, t: Constant) -> Array:
+        """Array of a constant, on all replicas."""
+        return self.replicas.broadcast(to_device(t.data, t.dtype))
+
+    def spec(self, t: Tensor) -> Any:
+        """Abstract array of a tensor, on all replicas."""
+        return self.replicas.spec(t.shape, t.dtype.as_jax())
+
     @cached_property
     def slots(self) -> Any:
         """Sharding of remote buffer arrays: device memory or host memory."""
@@ -44,8 +55,8 @@ class CompileOptions:
         """Key of options that affect compilation."""
         replicas = (self.replicas.count, self.replicas.sharding())
         options = self.session_options
-        said = (options.throwIfLog2ScaleTensorNotInRange, options.precision, options.enableStochasticRounding)
-        return (*replicas, self.slots, *said, self.inlines, self.x64)
+        numbers = (options.throwIfLog2ScaleTensorNotInRange, options.precision, options.enableStochasticRounding)
+        return (*replicas, self.slots, *numbers, self.inlines, self.x64)
 
     @property
     def inlines(self) -> bool:

@@ -1,17 +1,24 @@
-"""`HostSteps`: the steps of one graph that the host executes in order, as planned by `runtime.plan.planning`."""
+"""`HostSteps`: the steps of one graph that the host executes in order, as planned by `runtime.plan.planning`.
+
+A step is a compiled segment, or an op whose graphs the host executes: `HostControlFlow`, with the steps of these.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
-from popxl.fp8_utils import to_device
+from popxl.graph import Graph
 from popxl.values.spec import size_in_bytes
 from runtime.lowering.channels import Channel
 from runtime.plan.compile_options import CompileOptions
-from runtime.plan.segments import HostControlFlow, Run, Segment, Values
+from runtime.plan.segments import Key, Run, Segment, Step, Values
 
 
 class LiveRange(NamedTuple):
@@ -22,6 +29,107 @@ class LiveRange(NamedTuple):
     size: int
     first: int
     last: int
+
+
+@dataclass
+class SubPlan:
+    """Host-executed graph, with its input and output bindings.
+
+    Attributes:
+        arguments: storages outside, and the graph inputs bound to them.
+        constant_inputs: inputs bound to constants that are never changed; they have no key of their own.
+        results: storages outside that have a new value afterwards, and the inner storages that hold it.
+        carried: inner storages passed to the next iteration of a loop, by the storages that receive them.
+        carried_copies: copies to make before the next iteration: storages, and their target IPUs.
+        final_copies: copies to make at the end, to the IPUs where other branches leave these storages.
+    """
+
+    graph: Graph
+    arguments: tuple[tuple[Tensor, Tensor], ...]
+    constant_inputs: dict[Tensor, Constant]
+    results: tuple[tuple[Tensor, Tensor], ...]
+    carried: dict[Tensor, Tensor]
+    plan: HostSteps = field(init=False)  # by `runtime.plan.planning`
+    keys: tuple[Key, ...] = ()
+    carried_copies: tuple[tuple[Tensor, int], ...] = ()
+    final_copies: tuple[tuple[Tensor, int], ...] = ()
+    _constants: Values = field(init=False)
+
+    def prepare(self, options_at: Mapping[int, CompileOptions], ipu: int) -> None:
+        """Upload constant arguments, and the graph's own constants, to the IPUs that read them."""
+        starts = self.plan.initial_ipus
+        self._constants = {t: options_at[starts.get(t, ipu)].upload(c) for t, c in self.constant_inputs.items()}
+        self.plan.prepare(options_at, ipu)
+
+    def initial_values(self, values: Values) -> Values:
+        """Initial values of the steps."""
+        inner = dict(self._constants)
+        inner.update((t, values[key]) for (_, t), key in zip(self.arguments, self.keys, strict=True) if t not in inner)
+        return inner
+
+    def next(self, inner: Values, run: Run) -> Values:
+        """Values for the next iteration."""
+        inner = {t: inner[result] for t, result in self.carried.items()}
+        for t, ipu in self.carried_copies:
+            inner[t] = run.copy_to_ipu(inner[t], ipu)
+        return inner
+
+    def finish(self, inner: Values, values: Values, run: Run) -> None:
+        """Store results in the outer values, with copies to their final IPUs."""
+        values.update((t, inner[result]) for t, result in self.results)
+        for t, ipu in self.final_copies:
+            values[t] = run.copy_to_ipu(values[t], ipu)
+
+
+@dataclass(kw_only=True)
+class HostControlFlow(Step):
+    """Op with host-executed graphs: a call, a loop (iteration by iteration), or a conditional (one branch).
+
+    Attributes:
+        subplans: graphs of the op: for a conditional, the two branches.
+        condition: condition of a branch. The host has to wait for it.
+        numbers: iterations that execute the graph, in order.
+        loop_inputs: inputs that only the graph of a loop has: the iteration number, and true.
+    """
+
+    op: Op
+    subplans: tuple[SubPlan, ...]
+    condition: Tensor | None
+    numbers: range
+    loop_inputs: tuple[Tensor, ...]
+
+    @property
+    def iterations(self) -> int:
+        """How often a run executes the graph."""
+        return len(self.numbers)
+
+    def prepare(self, options_at: Mapping[int, CompileOptions]) -> None:
+        """Upload constant arguments to the IPUs that read them."""
+        for subplan in self.subplans:
+            subplan.prepare(options_at, self.ipu)
+
+    @cached_property
+    def _numbered_inputs(self) -> tuple[tuple[Tensor, int], ...]:
+        """Used inputs that only the graph of a loop has, and their IPUs."""
+        starts = self.subplans[0].plan.initial_ipus
+        return tuple((t, starts[t]) for t in self.loop_inputs if t in starts)
+
+    def run(self, values: Values, run: Run) -> None:
+        """Run the op."""
+        self.copy_operands(values, run)
+        subplan = self.subplans[0]
+        if self.condition is not None and not np.asarray(run.own_copy(values[self.condition])).item():
+            subplan = self.subplans[1]
+        inner = subplan.initial_values(values)
+        for iteration in self.numbers:
+            if iteration != self.numbers[0]:
+                inner = subplan.next(inner, run)
+            for t, ipu in self._numbered_inputs:
+                inner[t] = run.number(np.int32(iteration) if t is self.loop_inputs[0] else np.True_, ipu)
+            subplan.plan.run(inner, run)
+        subplan.finish(inner, values, run)
+        for key in self.drops:
+            del values[key]
 
 
 @dataclass
@@ -68,10 +176,7 @@ class HostSteps:
 
     def prepare(self, options_at: Mapping[int, CompileOptions], ipu: int) -> None:
         """Upload initial values of modified constants to their IPUs. These arrays are never donated."""
-        self._initial_constants = {
-            t: options_at[self.initial_ipus.get(t, ipu)].replicas.broadcast(to_device(t.data, t.dtype))
-            for t in self.changed
-        }
+        self._initial_constants = {t: options_at[self.initial_ipus.get(t, ipu)].upload(t) for t in self.changed}
 
     def run(self, values: Values, run: Run) -> None:
         """Execute the steps."""

@@ -12,10 +12,10 @@ from popxl.core.recursion import nesting, raised_recursion_limit
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses
 from popxl.graph import Graph
-from runtime.plan.host_steps import HostSteps
+from runtime.plan.host_steps import HostControlFlow, HostSteps, SubPlan
 from runtime.plan.repeats import spans
 from runtime.plan.segmentation import SegmentationPolicy
-from runtime.plan.segments import HostControlFlow, Key, Segment, Step, SubPlan
+from runtime.plan.segments import Key, Segment, Step
 from runtime.plan.structure import Structure, structure_of
 
 

@@ -1,4 +1,4 @@
-"""Plan steps and their execution: compiled segments, and ops with host-executed graphs."""
+"""`Segment`: ops that are compiled and executed together, as one step of a plan; `Run`: the state of a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from popxl.base.names import identifier
 from popxl.core.printing import summary
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
-from popxl.fp8_utils import in_transit, to_device
-from popxl.graph import Graph
+from popxl.fp8_utils import in_transit
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.compile_pool import lower
@@ -228,9 +227,9 @@ class Segment(Step):
         """Look up the executable, and upload constants to the segment's IPU."""
         options = options_at[self.ipu]
         passed = (t for t in self.borrowed if isinstance(t, Constant) and t not in self.reads)
-        self._constants = {t: options.replicas.broadcast(to_device(t.data, t.dtype)) for t in passed}
+        self._constants = {t: options.upload(t) for t in passed}
         if options.compile_target.is_elsewhere:
-            self._described = {t: options.replicas.spec(t.shape, t.dtype.as_jax()) for t in self.makes}
+            self._described = {t: options.spec(t) for t in self.makes}
         if devices_meet(self.ops, options.replicas):
             self._lock = hooks_for(options.compile_target.platform).collective_lock
         self.structure = self.executable_key(options)
@@ -283,9 +282,6 @@ class Segment(Step):
         return [*[None] * len(overwritten), *carried, *[None] * len(new)]
 
     def _arguments(self, options: CompileOptions) -> tuple[Any, ...]:
-        def spec(t: Tensor) -> Any:
-            return options.replicas.spec(t.shape, t.dtype.as_jax())
-
         def carried(c: Channel) -> Any:
             if isinstance(c, RemoteBuffer):
                 return remote.spec(c, options.replicas, options.slots)
@@ -293,8 +289,8 @@ class Segment(Step):
             return position if isinstance(c, HostToDeviceStream) else (transfers, position)
 
         return (
-            [spec(t) for t in self.donated],
-            [spec(t) for t in self.borrowed],
+            list(map(options.spec, self.donated)),
+            list(map(options.spec, self.borrowed)),
             [described_state(c, options)[0] for c in self.feeds],
             {i: carried(c) for i, c in enumerate(self.channels)},
         )
@@ -331,108 +327,3 @@ class Segment(Step):
         if not self._constants:
             return [values[key] for key in self._borrowed_keys]
         return [self._constants[key] if key in self._constants else values[key] for key in self._borrowed_keys]
-
-
-@dataclass
-class SubPlan:
-    """Host-executed graph, with its input and output bindings.
-
-    Attributes:
-        arguments: storages outside, and the graph inputs bound to them.
-        constant_inputs: inputs bound to constants that are never changed; they have no key of their own.
-        results: storages outside that have a new value afterwards, and the inner storages that hold it.
-        carried: inner storages passed to the next iteration of a loop, by the storages that receive them.
-        carried_copies: copies to make before the next iteration: storages, and their target IPUs.
-        final_copies: copies to make at the end, to the IPUs where other branches leave these storages.
-    """
-
-    graph: Graph
-    arguments: tuple[tuple[Tensor, Tensor], ...]
-    constant_inputs: dict[Tensor, Constant]
-    results: tuple[tuple[Tensor, Tensor], ...]
-    carried: dict[Tensor, Tensor]
-    plan: Any = None
-    keys: tuple[Key, ...] = ()
-    carried_copies: tuple[tuple[Tensor, int], ...] = ()
-    final_copies: tuple[tuple[Tensor, int], ...] = ()
-    _constants: Values = field(init=False)
-
-    def prepare(self, options_at: Mapping[int, CompileOptions], ipu: int) -> None:
-        """Upload constant arguments, and the graph's own constants, to the IPUs that read them."""
-        self._constants = {
-            t: options_at[self.plan.initial_ipus.get(t, ipu)].replicas.broadcast(
-                to_device(constant.data, constant.dtype)
-            )
-            for t, constant in self.constant_inputs.items()
-        }
-        self.plan.prepare(options_at, ipu)
-
-    def initial_values(self, values: Values) -> Values:
-        """Initial values of the steps."""
-        inner = dict(self._constants)
-        inner.update((t, values[key]) for (_, t), key in zip(self.arguments, self.keys, strict=True) if t not in inner)
-        return inner
-
-    def next(self, inner: Values, run: Run) -> Values:
-        """Values for the next iteration."""
-        inner = {t: inner[result] for t, result in self.carried.items()}
-        for t, ipu in self.carried_copies:
-            inner[t] = run.copy_to_ipu(inner[t], ipu)
-        return inner
-
-    def finish(self, inner: Values, values: Values, run: Run) -> None:
-        """Store results in the outer values, with copies to their final IPUs."""
-        values.update((t, inner[result]) for t, result in self.results)
-        for t, ipu in self.final_copies:
-            values[t] = run.copy_to_ipu(values[t], ipu)
-
-
-@dataclass(kw_only=True)
-class HostControlFlow(Step):
-    """Op with host-executed graphs: a call, a loop (iteration by iteration), or a conditional (one branch).
-
-    Attributes:
-        subplans: graphs of the op: for a conditional, the two branches.
-        condition: condition of a branch. The host has to wait for it.
-        numbers: iterations that execute the graph, in order.
-        loop_inputs: inputs that only the graph of a loop has: the iteration number, and true.
-    """
-
-    op: Op
-    subplans: tuple[SubPlan, ...]
-    condition: Tensor | None
-    numbers: range
-    loop_inputs: tuple[Tensor, ...]
-
-    @property
-    def iterations(self) -> int:
-        """How often the graph is gone through."""
-        return len(self.numbers)
-
-    def prepare(self, options_at: Mapping[int, CompileOptions]) -> None:
-        """Upload constant arguments to the IPUs that read them."""
-        for subplan in self.subplans:
-            subplan.prepare(options_at, self.ipu)
-
-    @cached_property
-    def _numbered_inputs(self) -> tuple[tuple[Tensor, int], ...]:
-        """Used inputs that only the graph of a loop has, and their IPUs."""
-        starts = self.subplans[0].plan.initial_ipus
-        return tuple((t, starts[t]) for t in self.loop_inputs if t in starts)
-
-    def run(self, values: Values, run: Run) -> None:
-        """Run the op."""
-        self.copy_operands(values, run)
-        subplan = self.subplans[0]
-        if self.condition is not None and not np.asarray(run.own_copy(values[self.condition])).item():
-            subplan = self.subplans[1]
-        inner = subplan.initial_values(values)
-        for iteration in self.numbers:
-            if iteration != self.numbers[0]:
-                inner = subplan.next(inner, run)
-            for t, ipu in self._numbered_inputs:
-                inner[t] = run.number(np.int32(iteration) if t is self.loop_inputs[0] else np.True_, ipu)
-            subplan.plan.run(inner, run)
-        subplan.finish(inner, values, run)
-        for key in self.drops:
-            del values[key]

@@ -10,7 +10,7 @@ Example:
     'NVIDIA H100 NVL'
 """
 
-from runtime.costs.graphs import GraphTime, graph_time, kernels_of
+from runtime.costs.graph_time import GraphTime, graph_time, kernels_of
 from runtime.costs.network import CollectiveTime, collective_time, spans_of
 from runtime.program.host_arrays import Outputs
 from runtime.targets.chip import Chip, Efficiency, Gpu, Link, Tpu, shipped

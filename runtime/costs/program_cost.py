@@ -19,12 +19,12 @@ from runtime.costs.executables import check_whole, chip_of, executables_of
 from runtime.costs.graph_costs import graphs_of
 from runtime.costs.hlo import Module, parse_hlo
 from runtime.costs.host_copies import HostCopies, host_copies
+from runtime.costs.ipu_timing import Timing, timing_of
 from runtime.costs.lines import arguments_of, lines_of
 from runtime.costs.network import LinkSpan, collective_time
 from runtime.costs.precision import LEVELS, precisions_of
 from runtime.costs.step import timeline_of
 from runtime.costs.step_timeline import StepTimeline, combined
-from runtime.costs.timing import Timing, timing_of
 from runtime.costs.wires import Wires
 from runtime.costs.work import Account, Collective, account_of
 from runtime.lowering.channels import Channel

@@ -21,7 +21,7 @@ from runtime.lowering.scopes import graph_of, graphs_in
 
 def timeline_of(module: Module, wires: Wires, level: str = LEVELS[0]) -> StepTimeline:
     """Schedule one run of an executable, with the precision of its float32 products capped at `level`."""
-    walk = _Chip(wires, level)
+    walk = _StepWalk(wires, level)
     walk.computation(module.entry, 1)
     return walk.result()
 
@@ -39,7 +39,7 @@ class _LineTotals:
 
 @dataclass
 class _Pending:
-    """What goes on beside kernels, until `end`, for an instruction with a scope."""
+    """Asynchronous operation, with its end, its bound and the scope of its instruction."""
 
     end: float
     limit: Limit
@@ -47,15 +47,15 @@ class _Pending:
     lines: list[tuple[str, str]] = field(default_factory=list)
 
 
-class _Chip:
+class _StepWalk:
     """State of a chip during a walk through a program."""
 
     def __init__(self, wires: Wires, level: str) -> None:
         self.chip, self.wires, self.level = wires.chip, wires, level
         self.now = 0.0
-        self.free: defaultdict[str, float] = defaultdict(float)
+        self.lane_ends: defaultdict[str, float] = defaultdict(float)
         self.pending: dict[Instruction, _Pending] = {}
-        self.unwaited: list[_Pending] = []
+        self.never_awaited: list[_Pending] = []
         self.graphs: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.inclusive: defaultdict[str, float] = defaultdict(float)
         self.lines: dict[tuple[str, str], _LineTotals] = {}
@@ -87,7 +87,7 @@ class _Chip:
             elif waiting is not None:
                 self._wait(waiting)
         elif opcode == "async-start":
-            self.pending[instruction] = self._beside(instruction)
+            self.pending[instruction] = self._begin_computation(instruction)
         elif is_kernel(instruction):
             self._kernel(instruction)
 
@@ -98,11 +98,11 @@ class _Chip:
         is_start = instruction.opcode.endswith("-start")
         if instruction.kind in COLLECTIVES:
             for each in found:
-                going = self._sent(each, scope)
+                pending = self._begin_collective(each, scope)
                 if is_start:
-                    self.pending[instruction] = going
+                    self.pending[instruction] = pending
                 else:
-                    self._wait(going)
+                    self._wait(pending)
             return
         if is_start:  # a copy from memory to memory
             limit: Limit = "host" if work.host_bytes else "memory"
@@ -112,53 +112,56 @@ class _Chip:
             )
             return
         for each in found:  # a TPU overlaps it with the products of its fusion and of later ones
-            self.unwaited.append(self._sent(each, scope))
+            self.never_awaited.append(self._begin_collective(each, scope))
         time = kernel_time(self.chip, work)
         self._span("kernels", graph or "main graph", self.now, self.now + time.seconds)
         self.now += time.seconds
-        self._spent(scope, time.limit, time.seconds)
+        self._add_seconds(scope, time.limit, time.seconds)
 
-    def _beside(self, instruction: Instruction) -> _Pending:
-        """Begin a computation that goes on beside kernels."""
+    def _begin_computation(self, instruction: Instruction) -> _Pending:
+        """Begin an asynchronous computation."""
         graph, seconds, lines = graph_of(instruction.scope), 0.0, list[tuple[str, str]]()
         for inside in instruction.called:
             for each in filter(is_kernel, inside.instructions.values()):
                 for collective in collectives_of(each, graph):
                     seconds += self.wires.time(collective).seconds
-                    lines.append(self._noted(collective))
+                    lines.append(self._count_collective(collective))
                 if each.kind not in COLLECTIVES:
                     seconds += kernel_time(self.chip, capped(self.level, work_of(each))).seconds
         limit: Limit = "network" if lines else "memory"
         found = self._begin("network" if lines else "copies", graph, limit, seconds, instruction.scope)
         return replace(found, lines=lines)
 
-    def _noted(self, collective: Collective) -> tuple[str, str]:
+    def _count_collective(self, collective: Collective) -> tuple[str, str]:
+        """Add a collective to the totals of its line. Returns their key."""
         key, time = (collective.source, collective.kind), self.wires.time(collective)
         line = self.lines.setdefault(key, _LineTotals(", ".join(time.over), time.algorithm))
         line.count += self.times
         line.seconds += self.times * time.seconds
         return key
 
-    def _sent(self, collective: Collective, scope: str) -> _Pending:
+    def _begin_collective(self, collective: Collective, scope: str) -> _Pending:
         """Begin a collective."""
-        key, seconds = self._noted(collective), self.wires.time(collective).seconds
+        key, seconds = self._count_collective(collective), self.wires.time(collective).seconds
         name = f"{collective.kind} {collective.source}".strip()
         return replace(self._begin("network", name, "network", seconds, scope), lines=[key])
 
     def _begin(self, lane: str, name: str, limit: Limit, seconds: float, scope: str) -> _Pending:
-        begin = max(self.now, self.free[lane])
-        self.free[lane] = begin + seconds
+        """Begin an asynchronous operation, after earlier ones of its lane."""
+        begin = max(self.now, self.lane_ends[lane])
+        self.lane_ends[lane] = begin + seconds
         self._span(lane, name or "main graph", begin, begin + seconds)
         return _Pending(begin + seconds, limit, scope)
 
-    def _wait(self, going: _Pending) -> None:
-        waited = max(0.0, going.end - self.now)
-        self.now = max(self.now, going.end)
-        self._spent(going.scope, going.limit, waited)
-        for key in going.lines:
-            self.lines[key].exposed += self.times * waited / len(going.lines)
+    def _wait(self, pending: _Pending) -> None:
+        """Wait for the end of an operation. Collectives of an operation share the time equally."""
+        waited = max(0.0, pending.end - self.now)
+        self.now = max(self.now, pending.end)
+        self._add_seconds(pending.scope, pending.limit, waited)
+        for key in pending.lines:
+            self.lines[key].exposed += self.times * waited / len(pending.lines)
 
-    def _spent(self, scope: str, limit: Limit, seconds: float) -> None:
+    def _add_seconds(self, scope: str, limit: Limit, seconds: float) -> None:
         """Add an instruction's seconds to its graph and to the callers."""
         self.graphs[graph_of(scope)][limit] += self.times * seconds
         for name in dict.fromkeys(graphs_in(scope)):
@@ -173,10 +176,10 @@ class _Chip:
             self.spans.append(StepSpan(lane=lane, name=name, start=start, end=end))
 
     def finish(self) -> None:
-        """Wait for what no instruction waits for."""
-        for going in self.unwaited:
-            self._wait(going)
-        self.unwaited.clear()
+        """Wait for operations that no instruction waits for."""
+        for pending in self.never_awaited:
+            self._wait(pending)
+        self.never_awaited.clear()
 
     def result(self) -> StepTimeline:
         """The timeline, after the walk."""

@@ -10,7 +10,7 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl.analysis.communication import COPY
-from runtime.costs.timing import timing_of
+from runtime.costs.ipu_timing import timing_of
 
 ROWS, WIDTH = 3, 5
 SIZE = ROWS * WIDTH * 4

@@ -20,7 +20,7 @@ from runtime.plan.segments import Key, Segment
 from runtime.plan.structure import Structure
 
 LONGEST = 64
-"""Turns of a loop that are gone through. Those beyond take as long as those before, on average of the second half."""
+"""Most simulated iterations of a loop. Further ones take as long as these, on average of their second half."""
 
 
 @dataclass
@@ -55,7 +55,8 @@ def timing_of(
         channels: bytes of streams and buffers. Those that segments on several IPUs use are copied too.
         replicas: number of replicas that share a device: each has its own values.
     """
-    clock = _Clock(plan, seconds, copying, channels, replicas)
+    clock = _Clock(seconds, copying, channels, replicas)
+    clock.channels = {c: (ipu, 0.0) for c, ipu in plan.steps.homes().items()}
     values: dict[Key, _Arrival] = {}
     with raised_recursion_limit(plan.steps.nesting):
         clock.simulate(plan.steps, values)
@@ -70,23 +71,25 @@ _Arrival = tuple[int, float]
 """IPU that holds a value, and the time of its arrival."""
 
 
+@dataclass
 class _Clock:
-    """Simulation state of devices and links. Takes the arguments of `timing_of`."""
+    """Simulation of devices and links.
 
-    def __init__(
-        self,
-        plan: Plan,
-        seconds: Callable[[Structure], float],
-        copying: Callable[[int], float],
-        channels: Mapping[Channel, int],
-        replicas: int,
-    ) -> None:
-        self._seconds, self._copying, self._replicas = seconds, copying, replicas
-        self._bytes = channels
-        self._channels: dict[Channel, _Arrival] = {c: (ipu, 0.0) for c, ipu in plan.steps.homes().items()}
-        self.free: dict[int, float] = defaultdict(float)
-        self.links: dict[tuple[int, int], float] = defaultdict(float)
-        self.timing = Timing()
+    Attributes:
+        seconds, copying, channel_bytes, replicas: as for `timing_of`.
+        channels: arrival of each stream and buffer at the IPU that has it.
+        free: time at which each IPU ends its work so far.
+        links: likewise of the links from one IPU to another.
+    """
+
+    seconds: Callable[[Structure], float]
+    copying: Callable[[int], float]
+    channel_bytes: Mapping[Channel, int]
+    replicas: int
+    channels: dict[Channel, _Arrival] = field(default_factory=dict)
+    free: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    links: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
+    timing: Timing = field(default_factory=Timing)
 
     def simulate(self, steps: HostSteps, values: dict[Key, _Arrival]) -> None:
         """Simulate steps; `values` holds the values produced so far."""
@@ -104,16 +107,14 @@ class _Clock:
         keys = (segment.keys.get(t, t) for t in (*segment.donated, *segment.borrowed))
         begin = max(self.free[segment.ipu], *(values[key][1] for key in keys if key in values), 0.0)
         for c in segment.shared:
-            if self._channels[c][0] != segment.ipu:
-                self._channels[c] = (
-                    segment.ipu,
-                    self._arrival_time(self._bytes.get(c, 0), self._channels[c], segment.ipu),
-                )
-            begin = max(begin, self._channels[c][1])
-        seconds = self._seconds(segment.structure)
+            if self.channels[c][0] != segment.ipu:
+                arrival = self._arrival_time(self.channel_bytes.get(c, 0), self.channels[c], segment.ipu)
+                self.channels[c] = segment.ipu, arrival
+            begin = max(begin, self.channels[c][1])
+        seconds = self.seconds(segment.structure)
         end = self.free[segment.ipu] = begin + seconds
         self.timing.busy[segment.ipu] += seconds
-        self._channels.update((c, (segment.ipu, end)) for c in segment.shared)
+        self.channels.update((c, (segment.ipu, end)) for c in segment.shared)
         for t in (*segment.donated, *segment.fresh_results):
             values[t] = segment.ipu, end
         for t, ipu in segment.result_ipus.items():
@@ -121,7 +122,7 @@ class _Clock:
                 values[t] = self.copy(t, values[t], ipu)
 
     def _control_flow(self, step: HostControlFlow, values: dict[Key, _Arrival]) -> None:
-        for subplan in step.subplans:  # of a conditional both, as costs count all branches
+        for subplan in step.subplans:  # for a conditional, both: costs count all branches
             self._simulate_subplan(step, subplan, values)
 
     def _simulate_subplan(self, step: HostControlFlow, subplan: SubPlan, values: dict[Key, _Arrival]) -> None:
@@ -165,13 +166,13 @@ class _Clock:
             timing.busy[ipu] += iterations * (seconds - before.busy.get(ipu, 0.0))
 
     def copy(self, t: Tensor, source_arrival: _Arrival, ipu: int) -> _Arrival:
-        return ipu, self._arrival_time(self._replicas * size_in_bytes(t), source_arrival, ipu)
+        return ipu, self._arrival_time(self.replicas * size_in_bytes(t), source_arrival, ipu)
 
     def _arrival_time(self, bytes: int, source_arrival: _Arrival, ipu: int) -> float:
         """Arrival time of a copy of `bytes` bytes at `ipu`."""
         source, ready = source_arrival
         begin = max(ready, self.links[source, ipu])
-        end = self.links[source, ipu] = begin + self._copying(bytes)
+        end = self.links[source, ipu] = begin + self.copying(bytes)
         self.timing.copies += 1
         self.timing.copied_bytes += bytes
         return end

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from poptorch.base.logging_ import Warned
 from poptorch.base.patching import patched
+from poptorch.run.program_cache import ProgramCache
 
 
 class _Wrapped(Protocol):
@@ -34,39 +34,27 @@ class SignatureCache:
     """
 
     def __init__(self, make: Callable[[], _Wrapped], max_programs: int) -> None:
-        self._make, self._max_programs = make, max_programs
-        self._wrapped: list[_Wrapped] = []  # that used last is the last
-        self._warned = Warned()
+        self._make = make
+        self._cache: ProgramCache[_Wrapped] = ProgramCache(
+            max_programs,
+            lambda wrapped: wrapped.destroy(),
+            "The model was called with more than %d kinds of arguments, and is compiled for each: a shape that "
+            "changes from call to call costs a compilation each time. Have a cache that keeps its shape, and "
+            "pad what is given to a few lengths; or keep more programs: `options.keptPrograms(%d)`.",
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
-        wrapped = next((each for each in reversed(self._wrapped) if each._takes(args, kwargs)), None)
-        if wrapped is None:
-            wrapped = self._make()
-        else:
-            self._wrapped.remove(wrapped)
-        self._wrapped.append(wrapped)
-        if len(self._wrapped) > self._max_programs:
-            self._wrapped.pop(0).destroy()
-            self._warned.once(
-                "kept programs",
-                "The model was called with more than %d kinds of arguments, and is compiled for each: a shape that "
-                "changes from call to call costs a compilation each time. Have a cache that keeps its shape, and "
-                "pad what is given to a few lengths; or keep more programs: `options.keptPrograms(%d)`.",
-                self._max_programs,
-                2 * self._max_programs,
-            )
-        return wrapped(*args, **kwargs)
+        return self._cache.get(lambda wrapped: wrapped._takes(args, kwargs), self._make)(*args, **kwargs)
 
     def copy_weights(self) -> None:
         """Copy host weights to the device."""
-        for each in self._wrapped:
+        for each in self._cache:
             each.copyWeightsToDevice()
 
     def destroy(self) -> None:
         """Release all devices. Subsequent calls recompile."""
-        while self._wrapped:
-            self._wrapped.pop().destroy()
+        self._cache.clear()
 
 
 def intercept_calls(module: torch.nn.Module, run: Callable[..., Any]) -> AbstractContextManager[None]:

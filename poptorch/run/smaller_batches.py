@@ -7,16 +7,17 @@ program before a run, and returns them afterwards.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from poptorch.base.leaves import Leaf
-from poptorch.base.logging_ import Warned
 from poptorch.enums import OutputMode, PartialBatch
 from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options
@@ -25,6 +26,7 @@ from poptorch.program.program_io import Result
 from poptorch.run.arguments import Signature
 from poptorch.run.compiled import Compiled
 from poptorch.run.graph_breaks import CompiledModel
+from poptorch.run.program_cache import ProgramCache
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,13 @@ class SmallerBatches:
     def __init__(self, whole: CompiledModel, forward: Callable[..., Any], options: Options, training: bool) -> None:
         self._whole, self._forward, self._options, self._training = whole, forward, options, training
         self._batching = Batching.from_options(options, training)
-        self._programs: list[CompiledModel] = []  # that used last is the last
-        self._versions: dict[int, int] = {}  # versions of the values that each of them has received
-        self._warned = Warned()
+        self._programs: ProgramCache[CompiledModel] = ProgramCache(
+            options.kept_programs,
+            lambda program: program.close(),
+            "Batches had more than %d smaller numbers of rows, or other values beside tensors, and the model "
+            "is compiled for each. Pad them to a few sizes; or keep more programs: `options.keptPrograms(%d)`.",
+        )
+        self._versions: weakref.WeakKeyDictionary[CompiledModel, int] = weakref.WeakKeyDictionary()  # of their values
 
     def runs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
         """Split a smaller batch into runs; empty if tensors differ from full batches in more than row counts.
@@ -125,7 +131,7 @@ class SmallerBatches:
         """
         results: list[list[torch.Tensor]] = []
         for run in runs:
-            program = self._program(run, make)
+            program = self._programs.get(partial(_fits, run), partial(make, run))
             tensors, objects = program.signature.flatten(run.args, run.kwargs)
             if numbers is not None:
                 program.write_numbers(numbers)
@@ -142,35 +148,19 @@ class SmallerBatches:
             self._whole.anchored = program.anchored
         return result
 
-    def _program(self, run: Run, make: Callable[[Run], CompiledModel]) -> CompiledModel:
-        """A run's program, compiled on first use."""
-        fitting = (each for each in self._programs if each.signature.fits(run.args, run.kwargs))
-        program = next(fitting, None) or make(run)
-        self._programs = [*(each for each in self._programs if each is not program), program]
-        if len(self._programs) > self._options.kept_programs:
-            self._programs.pop(0).close()
-            self._warned.once(
-                "kept programs",
-                "Batches had more than %d smaller numbers of rows, or other values beside tensors, and the model "
-                "is compiled for each. Pad them to a few sizes; or keep more programs: `options.keptPrograms(%d)`.",
-                self._options.kept_programs,
-                2 * self._options.kept_programs,
-            )
-        return program
-
     @contextmanager
     def _transferring_state(self, program: CompiledModel) -> Iterator[None]:
         """Context manager moving persistent state to a smaller program before its run, and back afterwards."""
         io = program.io
         changes = self._training or bool(io.written) or bool(program.counter_values) or io.random is not None
-        if changes or self._versions.get(id(program)) != self._whole.version:
+        if changes or self._versions.get(program) != self._whole.version:
             program.write_persistent_state(self._whole.persistent_state())
         try:
             yield
         finally:
             if changes:
                 self._whole.write_persistent_state(program.persistent_state())
-            self._versions[id(program)] = self._whole.version
+            self._versions[program] = self._whole.version
 
     def _combine_results(self, whole: Compiled, parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
         """Combine results of several runs into a single run's results; overwritten arguments come from the last run."""
@@ -196,9 +186,12 @@ class SmallerBatches:
 
     def close(self) -> None:
         """Release all devices. Subsequent calls recompile."""
-        while self._programs:
-            self._programs.pop().close()
-        self._versions.clear()
+        self._programs.clear()
+
+
+def _fits(run: Run, program: CompiledModel) -> bool:
+    """Whether a program accepts a run's arguments."""
+    return program.signature.fits(run.args, run.kwargs)
 
 
 def _rows(result: Result, batching: Batching) -> int:

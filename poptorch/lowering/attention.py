@@ -71,13 +71,13 @@ def _thirds(t: Optional) -> Sequence[Optional]:
 
 
 @jax_op(title="Pad", gradient=None)
-def _wider(mask: Any, *, by: int) -> Any:
+def _widen_mask(mask: Any, *, by: int) -> Any:
     """Widen a mask by `by` unmasked columns; in a boolean mask, true means masked."""
     return jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, by)])
 
 
 @jax_op(title="LeaveOut", gradient={"scores": lambda g: g})
-def _left_out(scores: Any, mask: Any) -> Any:
+def _apply_mask(scores: Any, mask: Any) -> Any:
     """Apply a mask to scores: true booleans become minus infinity, numbers are added."""
     return jnp.where(mask, -jnp.inf, scores) if mask.dtype == jnp.bool_ else scores + mask.astype(scores.dtype)
 
@@ -116,17 +116,16 @@ def multi_head_attention_forward(
     given, single = [query, key, value], len(query.shape) == 2
     if single:
         given = [ops.reshape(t, (t.shape[0], 1, t.shape[1])) for t in given]
-    # PyTorch's modules have the time first here, also where the batch is first outside. XLA finds no way past a product
-    # to undo that; two transpositions in a row cost nothing.
+    # PyTorch's modules have time first here, even with `batch_first`. XLA does not move a transposition past a product
+    # to cancel theirs; two transpositions in a row cost nothing.
     batch_first = {t: _batch_first(t) for t in given}
     given = [batch_first[t] for t in given]
     if query is key is value and in_proj_weight is not None:
-        q, k, v = _by_one_product(given[0], in_proj_weight, in_proj_bias, num_heads)
+        q, k, v = _joint_projection(given[0], in_proj_weight, in_proj_bias, num_heads)
     else:
-        own = [q_proj_weight, k_proj_weight, v_proj_weight]
-        weights = own if use_separate_proj_weight else _thirds(in_proj_weight)
-        projected = zip(given, weights, _thirds(in_proj_bias), strict=True)
-        q, k, v = (_heads(linear(t, weight, bias), num_heads) for t, weight, bias in projected)  # type: ignore[arg-type]
+        separate = [q_proj_weight, k_proj_weight, v_proj_weight]
+        weights = separate if use_separate_proj_weight else _thirds(in_proj_weight)
+        q, k, v = _projections(given, weights, _thirds(in_proj_bias), num_heads)
     if bias_k is not None and bias_v is not None:
         k, v = (_appended(t, _heads(row, num_heads)) for t, row in ((k, bias_k), (v, bias_v)))
     if add_zero_attn:
@@ -135,11 +134,10 @@ def multi_head_attention_forward(
     dropout_p = dropout_p if training else 0.0
     attention = None
     if need_weights:
-        mixed, attention = _mixed_with_weights(q, k, v, masks, dropout_p)
+        mixed, attention = _attention_with_weights(q, k, v, masks, dropout_p)
     else:
         mixed = ops.attention(q, k, v, _combine_masks(masks), dropout=dropout_p, seed_tensor=_seed(dropout_p))
-    by_place = ops.transpose(mixed, (0, 2, 1, 3))
-    out = linear(ops.reshape(by_place, (*by_place.shape[:2], -1)), out_proj_weight, out_proj_bias)
+    out = linear(_merge_heads(mixed), out_proj_weight, out_proj_bias)
     out = ops.reshape(out, out.shape[1:]) if single else _batch_first(out)
     if attention is None:
         return [out]
@@ -148,39 +146,52 @@ def multi_head_attention_forward(
     return [out, ops.reshape(attention, attention.shape[1:]) if single else attention]
 
 
-def _mixed_with_weights(
+def _attention_with_weights(
     q: popxl.Tensor, k: popxl.Tensor, v: popxl.Tensor, masks: Sequence[popxl.Tensor], dropout_p: float
 ) -> tuple[popxl.Tensor, popxl.Tensor]:
-    """Values mixed by attention, and its weights: NaN for a query that sees no key, as in PyTorch."""
+    """Result of attention, and its weights: NaN for a query that sees no key, as in PyTorch."""
     scores = ops.matmul(q * (1 / math.sqrt(q.shape[-1])), _transposed(k))
     for mask in masks:
-        scores = _left_out(scores, mask)
+        scores = _apply_mask(scores, mask)
     attention = softmax(scores, -1)
     if dropout_p:
         attention = ops.dropout(attention, emission().seed(), dropout_p)
     return ops.matmul(attention, v), attention
 
 
-def _by_one_product(t: popxl.Tensor, weight: popxl.Tensor, bias: Optional, heads: int) -> list[popxl.Tensor]:
+def _joint_projection(t: popxl.Tensor, weight: popxl.Tensor, bias: Optional, heads: int) -> list[popxl.Tensor]:
     """Queries, keys and values of self-attention, split by heads, from one matrix product."""
-    found = linear(t, weight, bias)
-    by_head = ops.reshape(found, (*found.shape[:2], 3, heads, found.shape[2] // (3 * heads)))
+    joint = linear(t, weight, bias)
+    by_head = ops.reshape(joint, (*joint.shape[:2], 3, heads, joint.shape[2] // (3 * heads)))
     return [ops.reshape(t, t.shape[1:]) for t in ops.split(ops.transpose(by_head, (2, 0, 3, 1, 4)), 3, axis=0)]
 
 
-def _masks(of_places: Optional, of_keys: Optional, lead: tuple[int, int], more: int) -> list[popxl.Tensor]:
+def _projections(
+    inputs: Sequence[popxl.Tensor], weights: Sequence[Any], biases: Sequence[Optional], heads: int
+) -> list[popxl.Tensor]:
+    """Queries, keys and values, split by heads, from a matrix product each."""
+    return [_heads(linear(t, weight, bias), heads) for t, weight, bias in zip(inputs, weights, biases, strict=True)]
+
+
+def _merge_heads(t: popxl.Tensor) -> popxl.Tensor:
+    """Concatenate the results of all heads at each position."""
+    by_position = ops.transpose(t, (0, 2, 1, 3))
+    return ops.reshape(by_position, (*by_position.shape[:2], -1))
+
+
+def _masks(mask: Optional, key_mask: Optional, lead: tuple[int, int], extra_keys: int) -> list[popxl.Tensor]:
     """The given masks, reshaped to broadcast with scores.
 
     Args:
-        of_places: mask of the keys that each query leaves out.
-        of_keys: the keys that all queries of a text leave out.
-        lead: numbers of texts and of heads.
-        more: number of keys beyond those that masks cover.
+        mask: keys that each query leaves out.
+        key_mask: keys that all queries of a batch entry leave out.
+        lead: sizes of the batch and of heads.
+        extra_keys: number of keys beyond those that masks cover.
     """
-    masks = [_wider(mask, by=more) if more else mask for mask in (of_places, of_keys) if mask is not None]
-    if of_places is not None and len(of_places.shape) == 3:
+    masks = [_widen_mask(each, by=extra_keys) if extra_keys else each for each in (mask, key_mask) if each is not None]
+    if mask is not None and len(mask.shape) == 3:
         masks[0] = ops.reshape(masks[0], (*lead, *masks[0].shape[1:]))
-    if of_keys is not None:
+    if key_mask is not None:
         masks[-1] = ops.reshape(masks[-1], (lead[0], 1, 1, masks[-1].shape[-1]))
     return masks
 

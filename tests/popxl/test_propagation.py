@@ -323,6 +323,13 @@ def test_wrong_programs(program: Callable[[], None], category: str) -> None:
     assert (finding.category, finding.line, finding.certain) == (category, f"test_propagation.py:{at}", False)
 
 
+def test_names_with_braces() -> None:
+    with (ir := mesh()).main_graph:
+        c.replicated_all_reduce(terms() + weight(8, name="bias{0}{of}"), group="tensor")
+    (finding,) = check(ir).findings
+    assert "each adds `bias{0}{of}`, which is the same on all" in finding.message
+
+
 def test_both_of_two_gradients_are_named_if_either_may_be_wrong() -> None:
     with (ir := mesh()).main_graph:
         x, a, b = fed(5, 8), weight(8, 6, name="a"), weight(6, 3, name="b")

@@ -52,9 +52,11 @@ class Finding:
         return f"{self.category}: {self.message} ({text})"
 
 
-def finding(mesh: Mesh, category: str, op: Op, t: Tensor, axes: Iterable[int], message: str) -> Finding:
-    """A finding that is not certain, about a tensor along some axes."""
-    return Finding(category, False, op, t.path, tuple(mesh.names[i] for i in axes), message)
+def finding(
+    mesh: Mesh, category: str, op: Op, t: Tensor, axes: Iterable[int], message: str, is_certain: bool = False
+) -> Finding:
+    """A finding about a tensor along some axes, by their positions."""
+    return Finding(category, is_certain, op, t.path, tuple(mesh.names[i] for i in axes), message)
 
 
 @dataclass(frozen=True, eq=False)

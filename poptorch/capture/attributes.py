@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from poptorch.base.host_numbers import Number
 from poptorch.base.patching import patched, restoring
-from poptorch.capture.counters import CARRIED_TYPES, Counter
+from poptorch.capture.counters import COUNTER_TYPES, Counter
 from poptorch.errors import createPoptorchError
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
@@ -63,10 +64,10 @@ class Attributes:
             if (numbers := {name: value for name, value in then.items() if _is_setting(name, value)})
         ]
 
-    def with_current(self, noted: Iterable[tuple[torch.nn.Module, str]]) -> Attributes:
-        """Copy of this snapshot with current values for some attributes, given as modules and names; see `noting`."""
+    def with_current(self, assigned: Iterable[tuple[torch.nn.Module, str]]) -> Attributes:
+        """Copy of this snapshot with current values of attributes that were assigned; see `recording_assignments`."""
         names: dict[int, set[str]] = defaultdict(set)
-        for module, name in noted:
+        for module, name in assigned:
             names[id(vars(module))].add(name)
         made = copy.copy(self)
         made._take(
@@ -90,17 +91,17 @@ class Attributes:
         """Whether a module attribute is still the recorded object."""
         return any(now is vars(module) and name in now and now[name] is then.get(name) for now, then in self._values)
 
-    def counting(self) -> dict[str, Number]:
+    def changed_counters(self) -> dict[str, Number]:
         """Numbers changed since the snapshot: their recorded values, by module path and attribute name."""
         pairs = zip(self._paths, self._values, strict=True)
         return {
             f"{path}.{name}" if path else name: before
             for path, (now, then) in pairs
             for name, before in then.items()
-            if type(before) in CARRIED_TYPES
+            if type(before) in COUNTER_TYPES
             and name != "training"
             and (after := now.get(name)) is not before
-            and (type(after) is Counter or type(after) in CARRIED_TYPES and after != before)
+            and (type(after) is Counter or type(after) in COUNTER_TYPES and after != before)
         }
 
     def changed_number(self, known: Collection[str] = ()) -> str | None:
@@ -125,25 +126,55 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 @contextmanager
-def noting() -> Iterator[list[tuple[torch.nn.Module, str]]]:
+def recording_assignments() -> Iterator[list[tuple[torch.nn.Module, str]]]:
     """Record attribute assignments on modules within a block, whatever the previous values.
 
     Example:
         >>> module = torch.nn.Dropout().eval()
-        >>> with noting() as noted:
+        >>> with recording_assignments() as assigned:
         ...     module = module.eval()
-        >>> noted
+        >>> assigned
         [(Dropout(p=0.5, inplace=False), 'training')]
     """
     kind: Any = torch.nn.Module
-    before, noted = kind.__setattr__, []
+    before, assigned = kind.__setattr__, []
 
-    def set_and_note(module: torch.nn.Module, name: str, value: Any) -> None:
+    def record(module: torch.nn.Module, name: str, value: Any) -> None:
         before(module, name, value)
-        noted.append((module, name))
+        assigned.append((module, name))
 
-    with patched(kind, __setattr__=set_and_note):
-        yield noted
+    with patched(kind, __setattr__=record):
+        yield assigned
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """A module's dictionary of parameters or buffers.
+
+    Attributes:
+        kind: `"Parameter"` or `"Buffer"`.
+        prefix: module path, before the name of a tensor.
+        is_exempt: whether its tensors may be replaced.
+        tensors: the dictionary.
+        before: its contents before `forward`.
+    """
+
+    kind: str
+    prefix: str
+    is_exempt: bool
+    tensors: dict[str, Any]
+    before: dict[str, Any]
+
+    def check(
+        self, moved: Mapping[tuple[int, str], torch.Tensor], is_made: Callable[[str, torch.Tensor], bool]
+    ) -> None:
+        """Check that all tensors are in place, or converted; arguments: see `_moving` and `not_rebound`."""
+        for name, tensor in self.before.items():
+            now = self.tensors.get(name)
+            if self.is_exempt or now is moved.get((id(self.tensors), name), tensor):
+                continue
+            if self.kind == "Parameter" or now is None or not is_made(self.prefix + name, now):
+                raise _rebound(self.kind, self.prefix + name, name in self.tensors, tensor is None)
 
 
 @contextmanager
@@ -168,23 +199,18 @@ def not_rebound(
         >>> with not_rebound(module):
         ...     y = module(torch.ones(2))
     """
-    places = []
     modules = {each: path for path, each in torch.nn.Module.named_modules(module)}
-    for each, path in modules.items():
-        for kind, tensors in (("Parameter", each._parameters), ("Buffer", each._buffers)):
-            places.append((kind, f"{path}." if path else "", isinstance(each, _BATCH_NORMS), tensors, dict(tensors)))
-    namespaces = [*(tensors for _, _, _, tensors, _ in places), *(each._modules for each in modules)]
-    with restoring(*namespaces):
+    holders = [
+        _Holder(kind, f"{path}." if path else "", isinstance(each, _BATCH_NORMS), tensors, dict(tensors))
+        for each, path in modules.items()
+        for kind, tensors in (("Parameter", each._parameters), ("Buffer", each._buffers))
+    ]
+    with restoring(*(holder.tensors for holder in holders), *(each._modules for each in modules)):
         with _moving() as moved:
             yield
-        for kind, prefix, exempt, tensors, before in places:
-            for name, tensor in before.items():
-                now = tensors.get(name)
-                is_there = now is moved.get((id(tensors), name), tensor)
-                may_change = exempt or kind == "Buffer" and now is not None and is_made(prefix + name, now)
-                if not is_there and not may_change:
-                    raise _rebound(kind, prefix + name, name in tensors, tensor is None)
-        known = {prefix + name for _, prefix, _, _, before in places for name in before}
+        for holder in holders:
+            holder.check(moved, is_made)
+        known = {holder.prefix + name for holder in holders for name in holder.before}
         for name, t in torch.nn.Module.named_parameters(module):
             if name not in known and not is_made(name, t):
                 raise _made_late("Parameter", name, "not there")

@@ -131,13 +131,13 @@ class TensorContents:
         source = recorder.source()
         with tracer.suspended(), without_modes():
             tracked = any(leaves[i].requires_grad for i in places)
-            graph_break, made = self._breaks.insert(len(recorder.trace.nodes), operands, run, source, tracked)
+            graph_break, on_host = self._breaks.insert(len(recorder.trace.nodes), operands, run, source, tracked)
 
         def begin(t: torch.Tensor) -> torch.Tensor:
             fake = tracer.fake(t.detach())
-            graph_break.made.append(recorder.new_made(fake))
+            graph_break.results.append(recorder.new_made(fake))
             return fake
 
-        result = pytree.tree_map_only(torch.Tensor, begin, made)
-        self._breaks.know(graph_break, made)
+        result = pytree.tree_map_only(torch.Tensor, begin, on_host)
+        self._breaks.set_contents(graph_break, on_host)
         return result

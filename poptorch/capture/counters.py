@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from poptorch.base.host_numbers import CHOICE, FUNCTIONS, Number, NumberPath, Operand
 from poptorch.capture.trace import Value
 
-CARRIED_TYPES = (bool, int, float)
+COUNTER_TYPES = (bool, int, float)
 """Types of numbers that are carried from run to run."""
 
 
@@ -72,7 +72,7 @@ class Tape:
 
     def call(self, name: str, *given: Any) -> Any:
         """Record a function call on counters and numbers; returns a counter."""
-        if not all(type(each) in (Counter, *CARRIED_TYPES) for each in given):
+        if not all(type(each) in (Counter, *COUNTER_TYPES) for each in given):
             return self.refuse(*given)
         operands = tuple(map(_operand_of, given))
         key = name, operands, tuple(map(type, operands))
@@ -84,7 +84,7 @@ class Tape:
                     raise
                 number = math.nan  # unreachable in a run with these numbers
             number = as_python(number)
-            if type(number) not in CARRIED_TYPES:
+            if type(number) not in COUNTER_TYPES:
                 return self.refuse(*given)
             self._indices[key] = len(self._numbers)
             self._steps.append((name, operands))
@@ -133,7 +133,7 @@ class Tape:
 
     def set_final(self, name: str, number: Any) -> None:
         """Record the final value of a number, or refuse a non-number; names outside this tape are ignored."""
-        if name in self.first and type(number) in (Counter, *CARRIED_TYPES):
+        if name in self.first and type(number) in (Counter, *COUNTER_TYPES):
             self.final_values[name] = _operand_of(number)
         elif name in self.first:
             self.refused.add(name)
@@ -203,7 +203,7 @@ def _binary(name: str) -> Callable[[Counter, Any], Any]:
     step = f"operator.{name[is_reflected:]}"
 
     def method(self: Counter, other: Any) -> Any:
-        if type(other) not in (Counter, *CARRIED_TYPES):
+        if type(other) not in (Counter, *COUNTER_TYPES):
             return NotImplemented  # a tensor computes with it as with a number
         return self.tape.call(step, *((other, self) if is_reflected else (self, other)))
 
@@ -242,7 +242,7 @@ def _recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if len(args) == 1 and name in ("builtins.min", "builtins.max") and type(args[0]) in (list, tuple):
             given = tuple(args[0])
         counters = [each for each in given if type(each) is Counter]
-        is_recorded = counters and not settings and all(type(each) in (Counter, *CARRIED_TYPES) for each in given)
+        is_recorded = counters and not settings and all(type(each) in (Counter, *COUNTER_TYPES) for each in given)
         return counters[0].tape.call(name, *given) if is_recorded else function(*args, **settings)
 
     return record_call

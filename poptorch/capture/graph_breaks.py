@@ -1,14 +1,14 @@
 """`GraphBreaks`: graph breaks, where a function needs run-dependent numbers, with host operations on these numbers.
 
-    places = mask.nonzero()    # the shape of the result depends on numbers
+    positions = mask.nonzero()    # the shape of the result depends on numbers
     count = lengths.max().item()  # a Python number
 
 A program has fixed shapes, and Python branches are taken during capture. So the program ends there, the host runs the
 operation on the numbers, as PyTorch would, and continues with a program for the resulting shapes and numbers. A graph
 break is the same concept for both: a host operation between two programs.
 
-Capturing the code after a break needs the values made there. So the host computes them from the ops recorded so far:
-each op once, and only those that are needed.
+Capturing the code after a break needs the results of the host operation. So the host computes its operands from the ops
+recorded so far: each op once, and only those that are needed.
 """
 
 from __future__ import annotations
@@ -35,51 +35,50 @@ class GraphBreak:
 
     Attributes:
         at: number of ops recorded before it.
-        given: values of its operands.
-        run: host function of their numbers.
+        operands: values of its operands.
+        run: host function of the operands' contents.
         source: the user's line.
-        key: key of the program after it: the shapes of the tensors that were made, and the numbers.
-        made: values of these tensors, in the program after it.
+        key: key of the program after it: shapes of result tensors, and result numbers.
+        results: values of the result tensors, in the program after it.
     """
 
     at: int
-    given: list[Value]
+    operands: list[Value]
     run: Callable[[Sequence[torch.Tensor]], Any]
     source: SourceLocation
     key: tuple[Any, ...] = ()
-    made: list[Value] = field(default_factory=list)
+    results: list[Value] = field(default_factory=list)
 
-    def numbers(self, given: Sequence[torch.Tensor]) -> Any:
-        """Result of the host operation for these tensors, first cast to PyTorch's dtypes from possibly narrower
-        ones."""
+    def compute(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Result of the host operation for contents of its operands, cast from dtypes of the device to PyTorch's."""
         with torch.no_grad():
-            return self.run([t.to(value.dtype) for t, value in zip(given, self.given, strict=True)])
+            return self.run([t.to(value.dtype) for t, value in zip(tensors, self.operands, strict=True)])
 
     @staticmethod
-    def key_of(made: Any) -> tuple[Any, ...]:
+    def key_of(result: Any) -> tuple[Any, ...]:
         """Cache key for the program after a graph break: tensor shapes and dtypes, and numbers."""
-        return tuple(map(_key_of_leaf, pytree.tree_leaves(made)))
+        return tuple(map(_key_of_leaf, pytree.tree_leaves(result)))
 
 
 class GraphBreaks:
     """Graph breaks of a function under capture, in order.
 
     Args:
-        answers: results of the first breaks in a run. The host computes those of later ones.
+        results: results of the first breaks in a run. The host computes those of later ones.
         micro_batches: number of micro-batches in the rows of the arguments.
     """
 
     def __init__(
         self,
         inputs: Sequence[torch.Tensor],
-        answers: Sequence[Any] = (),
+        results: Sequence[Any] = (),
         training: bool = False,
         micro_batches: int = 1,
     ) -> None:
         self.found: list[GraphBreak] = []
         self._training, self.micro_batches = training, micro_batches
         self._trained: frozenset[Value] = frozenset()
-        self._inputs, self._answers = list(inputs), list(answers)
+        self._inputs, self._results = list(inputs), list(results)
         self._contents: dict[Value, torch.Tensor] = {}
         self._random = torch.default_generator.get_state()
 
@@ -94,17 +93,17 @@ class GraphBreaks:
     def insert(
         self,
         at: int,
-        given: list[Value],
+        operands: list[Value],
         run: Callable[[Sequence[torch.Tensor]], Any],
         source: SourceLocation,
         tracked: bool,
     ) -> tuple[GraphBreak, Any]:
-        """Insert a graph break. Returns it, with an empty `made` for the caller to fill, and the host's result.
+        """Insert a graph break. Returns it, with empty `results` for the caller to fill, and the host's result.
 
         Args:
             at: number of ops recorded before it.
-            given: the values that the host is given.
-            run: host function of their numbers.
+            operands: values that the host receives.
+            run: host function of their contents.
             source: the user's line.
             tracked: whether gradients flow through the operands.
 
@@ -117,18 +116,18 @@ class GraphBreaks:
                 "micro-batch would need a program of its own. Keep shapes, with `torch.where`; or have one micro-batch "
                 "in a call: `deviceIterations(1)`, `replicationFactor(1)`, `Training.gradientAccumulation(1)`."
             )
-        graph_break = GraphBreak(at, given, run, source)
+        graph_break = GraphBreak(at, operands, run, source)
         number = len(self.found)
-        if number < len(self._answers):
-            made = self._answers[number]
+        if number < len(self._results):
+            result = self._results[number]
         else:
             with self._drawing():
-                made = graph_break.numbers([computed(value, self._contents) for value in given])
+                result = graph_break.compute([computed(value, self._contents) for value in operands])
         if self._training:
-            self._check_trained(made, given, source, tracked)
-        graph_break.key = GraphBreak.key_of(made)
+            self._check_trained(result, operands, source, tracked)
+        graph_break.key = GraphBreak.key_of(result)
         self.found.append(graph_break)
-        return graph_break, made
+        return graph_break, result
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -144,9 +143,9 @@ class GraphBreaks:
                 self._random = generator.get_state()
                 generator.set_state(before)
 
-    def _check_trained(self, made: Any, given: Sequence[Value], source: SourceLocation, tracked: bool) -> None:
+    def _check_trained(self, result: Any, operands: Sequence[Value], source: SourceLocation, tracked: bool) -> None:
         """Check that a host result needs no gradient, and contains no number that changes with each training step."""
-        leaves = pytree.tree_leaves(made)
+        leaves = pytree.tree_leaves(result)
         if tracked and any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
             raise createPoptorchError(
                 f"{source}: the host would have to make the tensor here, as its shape depends on numbers, and no "
@@ -154,7 +153,7 @@ class GraphBreaks:
                 "with `torch.where(mask, x, 0)`; or index with places, as in `x[mask]`, which hands gradients on. If "
                 "none is to flow, say so: `x.detach()`."
             )
-        if any(map(_has_floats, leaves)) and _comes_of(given, self._trained):
+        if any(map(_has_floats, leaves)) and _depends_on(operands, self._trained):
             raise createPoptorchError(
                 f"{source}: numbers are read here that are others in each step, as they come of what is trained. Each "
                 "step would need a program of its own. Compute with the tensor itself, choose by it with "
@@ -162,9 +161,9 @@ class GraphBreaks:
                 "after the step."
             )
 
-    def know(self, graph_break: GraphBreak, made: Any) -> None:
-        """Store the contents of values produced at a graph break."""
-        self._contents.update(zip(graph_break.made, tensors_in(made), strict=True))
+    def set_contents(self, graph_break: GraphBreak, result: Any) -> None:
+        """Store the contents of a graph break's results."""
+        self._contents.update(zip(graph_break.results, tensors_in(result), strict=True))
 
 
 def _key_of_leaf(leaf: Any) -> tuple[Any, ...]:
@@ -180,7 +179,7 @@ def _has_floats(leaf: Any) -> bool:
     return isinstance(leaf, float | complex) or isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc"
 
 
-def _comes_of(values: Sequence[Value], others: Collection[Value]) -> bool:
+def _depends_on(values: Sequence[Value], others: Collection[Value]) -> bool:
     """Whether values depend, directly or indirectly, on any of `others`."""
     waiting, seen = list(values), set[int]()
     while waiting:

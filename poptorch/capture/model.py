@@ -168,7 +168,9 @@ def _capture(tracer: Tracer, request: CaptureRequest) -> Captured:
         host_state = tracer.host_state
         with _located_errors(recorder):
             result = request.forward(list(inputs.arguments))
-        changed = {name: was for name, was in attributes.counting().items() if f"model.{name}" not in host_state.apart}
+        changed = {
+            name: was for name, was in attributes.changed_counters().items() if f"model.{name}" not in host_state.apart
+        }
         returned = request.flatten(result)
         tracer.function_interceptor.row_views.refresh(returned)
         outputs = [recorder.value_of(t) for t in returned]

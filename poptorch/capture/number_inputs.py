@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.base.host_numbers import HostNumbers, Number, NumberPath, Operand
-from poptorch.capture.counters import CARRIED_TYPES, Counter, Tape, as_python
+from poptorch.capture.counters import COUNTER_TYPES, Counter, Tape, as_python
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.trace import Data, Node, Trace, Value
 
@@ -208,7 +208,7 @@ def _positions(
             two = twos[key]
             a: Any = slots.get(one, one) if isinstance(one, Value) else as_python(one)
             b: Any = others.get(two, two) if isinstance(two, Value) else as_python(two)
-            if key in _CARRYING.get(op, ()) and all(type(each) in (tuple, *CARRIED_TYPES) for each in (a, b)):
+            if key in _CARRYING.get(op, ()) and all(type(each) in (tuple, *COUNTER_TYPES) for each in (a, b)):
                 found.append((node, key, a, b))
             elif not all_equal(*(pytree.tree_leaves(each) for each in (one, two))):
                 return None

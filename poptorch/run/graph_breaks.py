@@ -131,7 +131,7 @@ class BrokenGraph:
         subgraphs = [self._root]
         for graph_break in path.breaks:
             last = subgraphs[-1]
-            last.graph_break, last.operands = last.graph_break or graph_break, path.ids_of(graph_break.given)
+            last.graph_break, last.operands = last.graph_break or graph_break, path.ids_of(graph_break.operands)
             subgraphs.append(last.branches.setdefault(graph_break.key, Subgraph(last_run=self._runs)))
         for subgraph, (begin, end) in zip(subgraphs, path.bounds, strict=True):
             ops = [node.op for node in path.captured.trace.nodes[begin:end]]
@@ -246,7 +246,7 @@ class BrokenGraph:
                 return subgraph
             self._run_subgraph(subgraph, call)
             assert subgraph.graph_break is not None
-            result = subgraph.graph_break.numbers([call.known[value_id] for value_id in subgraph.operands])
+            result = subgraph.graph_break.compute([call.known[value_id] for value_id in subgraph.operands])
             call.known.update({("graph break", len(results), j): t for j, t in enumerate(tensors_in(result))})
             results.append(result)
             key = GraphBreak.key_of(result)

@@ -12,8 +12,8 @@ import torch
 from poptorch.base.host_numbers import Number
 from poptorch.base.logging_ import Warned
 from poptorch.base.replica_groups import GroupedParameter
-from poptorch.capture.attributes import Attributes, noting
-from poptorch.capture.counters import CARRIED_TYPES
+from poptorch.capture.attributes import Attributes, recording_assignments
+from poptorch.capture.counters import COUNTER_TYPES
 from poptorch.errors import createPoptorchError
 from poptorch.run import weight_values
 from poptorch.run.watched import original_class
@@ -54,9 +54,9 @@ class HostModel:
     @contextmanager
     def setting(self) -> Iterator[None]:
         """Context manager adding attributes set within its block to `attributes`. Compiled programs keep their own."""
-        with noting() as noted:
+        with recording_assignments() as assigned:
             yield
-        self.attributes = self.attributes.with_current(noted)
+        self.attributes = self.attributes.with_current(assigned)
 
     def reach(self, module: torch.nn.Module) -> None:
         """Register a submodule exposed by the wrapper: `attributes` will include its attributes at compilation."""
@@ -86,7 +86,7 @@ class HostModel:
         """Find the module and attribute name for a number's path."""
         path, _, key = name.rpartition(".")
         for at, module in torch.nn.Module.named_modules(self.module):
-            if at == path and type(vars(module).get(key)) in CARRIED_TYPES:
+            if at == path and type(vars(module).get(key)) in COUNTER_TYPES:
                 yield module, key
 
     def tensors(self) -> dict[str, torch.Tensor]:

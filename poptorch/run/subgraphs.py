@@ -50,7 +50,7 @@ class IdentifiedPath:
         for name, value in self.captured.state.items():
             self.values["host buffer" if name in host_buffers else "state", name] = value
         for i, graph_break in enumerate(self.breaks):
-            self.values |= {("graph break", i, j): value for j, value in enumerate(graph_break.made)}
+            self.values |= {("graph break", i, j): value for j, value in enumerate(graph_break.results)}
         for i, node in enumerate(self.captured.trace.nodes):
             self.values |= {("op", i, j): value for j, value in enumerate(node.results)}
         self._ids: dict[int, ValueId] = {}
@@ -178,7 +178,7 @@ def partition(
     found: list[Content] = []
     for i in reversed(range(len(before))):
         if i < len(path.breaks):
-            needed = needed | set(path.breaks[i].given)
+            needed = needed | set(path.breaks[i].operands)
         begin, end = bounds[i]
         ops = [node for node in trace.nodes[:begin] if id(node) in constants] + trace.nodes[begin:end]
         here = {id(value) for node in ops for value in node.results}

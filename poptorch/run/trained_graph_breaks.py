@@ -51,7 +51,7 @@ class TrainedBrokenGraph(BrokenGraph):
 
     def _contents(self, path: IdentifiedPath, before: Sequence[Content | None]) -> list[Content]:
         trace = path.captured.trace
-        operands = [value for graph_break in path.breaks for value in graph_break.given]
+        operands = [value for graph_break in path.breaks for value in graph_break.operands]
         of_operands = Trace(nodes=trace.nodes[: path.breaks[-1].at]).without_unused(operands, with_effects=False)
         known = {id(node) for node in of_operands if not is_constant(node) and not any(map(_is_tracked, node.results))}
         needed = [*path.outputs, *path.captured.written.values(), final_loss(trace)]

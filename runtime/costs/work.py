@@ -184,7 +184,7 @@ def work_of(instruction: Instruction) -> Work:
     return work
 
 
-def collectives_of(instruction: Instruction, graph: str = "", times: int = 1) -> list[Collective]:
+def collectives_of(instruction: Instruction, graph: str, times: int = 1) -> list[Collective]:
     """Collectives that a kernel carries out, or begins."""
     return [_collective(each, graph, times) for each in _collective_instructions(instruction)]
 

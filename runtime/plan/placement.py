@@ -7,8 +7,6 @@ The host executes a graph that is on several IPUs, step by step, each on one IPU
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from popxl.core.aliasing import callees_first, shares_by_reference, view_of
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
@@ -35,14 +33,40 @@ def can_enter(op: Op, replicas: int = 1) -> bool:
     return whole and made and all(run.is_bound for run in runs)
 
 
-class IpuPlacement:
-    """IPUs of a program's ops.
+class Placement:
+    """Placement of ops: of this class, all on one device, which stands for all IPUs as IPU 0.
+
+    Attributes:
+        host_executed: graphs on several IPUs, which the host executes step by step, but for those of calls.
+    """
+
+    host_executed: tuple[Graph, ...] = ()
+
+    def spans(self, op: Op) -> bool:
+        """Whether an op spans several IPUs."""
+        return False
+
+    def ipu_of(self, op: Op) -> int:
+        """IPU of an op. For one that spans several, the default IPU of values that no step touches."""
+        return 0
+
+    def home(self, t: Tensor) -> int:
+        """IPU storing the stacked values of a tensor over all iterations."""
+        return 0
+
+    def result_ipu(self, t: Tensor) -> int | None:
+        """Destination IPU of a copied result; `None` if it stays on its producer's IPU."""
+        return None
+
+
+class IpuPlacement(Placement):
+    """Placement of ops on their IPUs, which are separate devices.
 
     Attributes:
         ipus: IPUs of ops, in ascending order.
     """
 
-    def __init__(self, main: Graph, replicas: int = 1) -> None:
+    def __init__(self, main: Graph, replicas: int) -> None:
         self._replicas = replicas
         self._of_graph: dict[Graph, frozenset[int]] = {}
         self._output_ipus: dict[Graph, tuple[int | None, ...]] = {}
@@ -50,6 +74,9 @@ class IpuPlacement:
         for graph in callees_first(main):
             self._visit(graph)
         self.ipus = tuple(sorted(self._of_graph[main]))
+        ops = (op for graph, ipus in self._of_graph.items() if len(ipus) > 1 for op in graph.ops)
+        spanning = (op for op in ops if not is_call(op) and self.spans(op))
+        self.host_executed = tuple(graph for op in spanning for graph in op.called_graphs)
 
     def _visit(self, graph: Graph) -> None:
         """Determine op placement in a graph, after its called graphs."""
@@ -73,26 +100,18 @@ class IpuPlacement:
         return frozenset((op.ipu or 0,))
 
     def spans(self, op: Op) -> bool:
-        """Whether an op spans several IPUs."""
         return len(self.ipus_of(op)) > 1
 
-    @cached_property
-    def gone_through(self) -> tuple[Graph, ...]:
-        """Host-executed graphs spanning several IPUs, excluding graphs of calls."""
-        ops = (op for graph, ipus in self._of_graph.items() if len(ipus) > 1 for op in graph.ops)
-        return tuple(graph for op in ops if not is_call(op) and self.spans(op) for graph in op.called_graphs)
-
-    def default(self, op: Op) -> int:
-        """Default IPU of an op spanning several IPUs, for values that no step touches."""
+    def ipu_of(self, op: Op) -> int:
+        if not self.spans(op):
+            return min(self.ipus_of(op))
         return op.ipu if op.ipu in self.ipus else self.ipus[0]
 
     def home(self, t: Tensor) -> int:
-        """IPU storing the stacked values of a tensor over all iterations."""
         ipu = final_ipu(t)
         return ipu if ipu in self.ipus else self.ipus[0]
 
     def result_ipu(self, t: Tensor) -> int | None:
-        """Destination IPU of a copied result; `None` if it stays on its producer's IPU."""
         ipu = self._result_ipu(t)
         return ipu if ipu in self.ipus else None
 

@@ -73,7 +73,8 @@ class PlanBuilder:
                 self._built.owned.update(step.makes)
                 self._insert_copies(step, {t: step.ipu for t in step.reads})
                 step.keys = {t: (t, step.ipu) for t in step.reads if self._built.final_ipus[t] != step.ipu}
-                self._record_results(step, {t: self._segmentation.result_ipu(t, step.ipu) for t in step.makes})
+                copied = {t: self._segmentation.placement.result_ipu(t) for t in step.makes}
+                self._record_results(step, {t: step.ipu if ipu is None else ipu for t, ipu in copied.items()})
             else:
                 self._plan_control_flow(step)
         for t in self._live_out:
@@ -201,7 +202,7 @@ class PlanBuilder:
 
     def _ipu_of(self, op: Op) -> int:
         """IPU of an op."""
-        return self._ipu if self._is_whole else self._segmentation.ipu_of(op)
+        return self._ipu if self._is_whole else self._segmentation.placement.ipu_of(op)
 
     def _locate(self, t: Tensor, ipu: int) -> int:
         """IPU of a storage, defaulting to `ipu` on first use."""
@@ -254,7 +255,7 @@ class PlanBuilder:
             kept.update(subplan.carried.values())
         last = tuple(stack.write for stack in self._stacks.get(step.op, ()))
         while True:
-            is_whole = self._is_whole or not self._segmentation.is_on_several(step.op)
+            is_whole = self._is_whole or not self._segmentation.placement.spans(step.op)
             ops = (*subplan.graph.ops, *last)
             subplan.plan = PlanBuilder(ops, self._segmentation, owned, kept, step.ipu, is_whole).build()
             passed = Counter(subplan.carried.values())

@@ -1,4 +1,4 @@
-"""Segmentation policy: selects calls as plan segments, estimates a plan's benefit, and places ops."""
+"""`SegmentationPolicy`: the calls that are segments of a plan, and its benefit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call, is_loop
 from popxl.graph import Graph
-from runtime.plan.placement import IpuPlacement, can_enter
+from runtime.plan.placement import IpuPlacement, Placement, can_enter
 from runtime.plan.stacks import Stack, stacks_of
 from runtime.plan.structure import StructuralEncoder, Structure, Structures, encoded
 
@@ -36,6 +36,7 @@ class SegmentationPolicy:
         placement: IPUs of the ops, if they are separate devices.
 
     Attributes:
+        placement: likewise; on one device without these.
         total_size: number of ops that XLA compiles in a single program without calls.
         repeated: those among them that XLA would compile repeatedly, and that a plan compiles once.
         not_owned: inputs of loops that are known not to be owned in all iterations, so that planning nested loops
@@ -44,13 +45,13 @@ class SegmentationPolicy:
 
     def __init__(self, main: Graph, smallest: int | None = SMALLEST, placement: IpuPlacement | None = None) -> None:
         self._structures = Structures(main)
-        self._placement = placement
+        self.placement = placement or Placement()
         self.not_owned: defaultdict[Op, set[Tensor]] = defaultdict(set)
         self._numbers_in = cache(lambda graph: self.numbers(graph.ops))
         for graph in () if placement is None else callees_first(main)[:-1]:  # so that none has to look far
             self._numbers_in(graph)
         calls = Counter(self._structures.calls(main))
-        for graph in () if placement is None else placement.gone_through:
+        for graph in self.placement.host_executed:
             calls += self._structures.calls(graph)
         sizes = {self._structures.of(graph): self._structures.size(graph) for graph in reachable(main)[1:]}
         self._segment_structures = {
@@ -87,37 +88,20 @@ class SegmentationPolicy:
     def is_segment(self, op: Op) -> bool:
         """Whether an op is a call compiled as a separate segment."""
         is_alike = is_call(op) and self._structures.of(op.called_graphs[0]) in self._segment_structures
-        return is_alike and not self.is_on_several(op) and not shares_by_reference(op)
+        return is_alike and not self.placement.spans(op) and not shares_by_reference(op)
 
     def is_host_executed(self, op: Op) -> bool:
         """Whether the host executes a call or loop step by step: its graph contains segments, or its ops span several
         IPUs."""
-        if self.is_on_several(op):
+        if self.placement.spans(op):
             return True
         if not is_call(op) or self.is_segment(op):
             return False
         return can_enter(op) and not self._segment_structures.isdisjoint(self._structures.calls(op.called_graphs[0]))
 
-    def is_on_several(self, op: Op) -> bool:
-        """Whether an op spans several IPUs."""
-        return self._placement is not None and self._placement.spans(op)
-
-    def ipu_of(self, op: Op) -> int:
-        """IPU number of an op. For host-executed ops, the default IPU of values that no step touches."""
-        if self._placement is None:
-            return 0
-        return self._placement.default(op) if self._placement.spans(op) else min(self._placement.ipus_of(op))
-
     def stacks(self, op: Op) -> tuple[Stack, ...]:
         """Stacked outputs of a host-executed loop; empty for other ops."""
-        if self._placement is None or not is_loop(op) or not self.is_on_several(op):
-            return ()
-        return stacks_of(op, self._placement.home)
-
-    def result_ipu(self, t: Tensor, ipu: int) -> int:
-        """Destination IPU of a result computed on IPU `ipu_of`."""
-        found = None if self._placement is None else self._placement.result_ipu(t)
-        return ipu if found is None else found
+        return stacks_of(op, self.placement.home) if is_loop(op) and self.placement.spans(op) else ()
 
     def numbers(self, ops: Iterable[Op]) -> int:
         """Count of numbers read and written by ops, including called graphs."""

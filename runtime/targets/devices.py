@@ -297,7 +297,7 @@ def find_device(description: str | Device | Target, ir: Ir) -> Device:
     return found
 
 
-def _resolve_device(description: str | Device | Target, count: int, ipus: int, best: int = 0) -> Device:
+def _resolve_device(description: str | Device | Target, count: int, ipus: int, best: int) -> Device:
     if isinstance(description, Device):
         return description
     if isinstance(description, Target):

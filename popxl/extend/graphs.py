@@ -17,6 +17,7 @@ from popxl.core.aliasing import has_effect, reachable, storages, through_calls, 
 from popxl.core.binding import is_input
 from popxl.core.printing import schedule
 from popxl.core.traits import is_call
+from popxl.ops.attention import is_attention
 from popxl.ops.call import call_kind
 from popxl.ops.host import host_call_kind
 from popxl.ops.repeat import EXTRA_INPUTS, final_ipu, loop_kind
@@ -30,6 +31,7 @@ __all__ = [
     "estimate_of",
     "has_effect",
     "host_call_kind",
+    "is_attention",
     "is_call",
     "is_input",
     "last_uses",

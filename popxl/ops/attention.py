@@ -18,7 +18,7 @@ from jax import lax
 
 from popxl import dtypes
 from popxl.core.declaration import OpKind
-from popxl.core.recording import not_a_tensor
+from popxl.core.recording import Op, not_a_tensor
 from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, Drops, ShardingRule
 from popxl.errors import PopxlError
@@ -366,6 +366,11 @@ _attention_mask_grad = OpKind(
     shape=lambda g, queries, keys, values, out, logs, mask, *others, **how: like_first(mask),
     gradient=REFUSED,
 )
+
+
+def is_attention(op: Op) -> bool:
+    """Whether an op is attention, or the gradient of attention."""
+    return op.kind in (_attention, _attention_grad, _attention_mask_grad)
 
 
 def attention(

@@ -11,7 +11,7 @@ import popxl
 from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import check_type
-from popxl.extend.graphs import has_effect, is_call, reachable
+from popxl.extend.graphs import has_effect, is_attention, is_call, reachable
 from popxl.extend.ops import Op, available_after_all, scheduled_after
 from popxl.tensor import Constant
 from popxl.transforms import ExpectedConnectionType, GradGraphInfo
@@ -232,14 +232,24 @@ def _compute(again: OpsAgain, of: _Bound, first: popxl.Tensor, available: set[po
             if within is not None:
                 _compute_in_part(op, within, of, first, waiting)
                 continue
-            # One operand that waits is enough for the results to wait, such as a weight that is transposed here.
-            if waiting.isdisjoint(op.inputs) and op.inputs:
-                t = next((u for u in op.inputs if u not in available), op.inputs[0])
+            for t in _to_wait(op, waiting, available):
                 held[t] = ops.available_after(_forward_tensor(t, of), first)
                 waiting.add(t)
             copy = op.clone([held[u] if u in held else _forward_tensor(u, of) for u in op.inputs])
         of |= dict(zip(op.outputs, copy.outputs, strict=False))
         waiting.update(op.outputs)
+
+
+def _to_wait(op: Op, waiting: set[popxl.Tensor], available: set[popxl.Tensor]) -> list[popxl.Tensor]:
+    """Operands that have to wait, so that the results do.
+
+    One operand that waits is enough, such as a weight that is transposed here. Of attention, all have to: scores, which
+    are the most of it, are computed without the values.
+    """
+    activations = [t for t in op.inputs if not (t in waiting or t in available or isinstance(t, Constant))]
+    if is_attention(op) and activations:
+        return activations
+    return [] if not waiting.isdisjoint(op.inputs) else [*activations, *op.inputs][:1]
 
 
 def _compute_in_part(call: Op, within: OpsAgain, of: _Bound, first: popxl.Tensor, waiting: set[popxl.Tensor]) -> None:

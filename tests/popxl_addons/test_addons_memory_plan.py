@@ -449,3 +449,30 @@ def test_a_function_of_jax_comes_back_with_a_plan() -> None:
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
     kept, recomputed = temporaries
     assert kept - recomputed >= 0.75 * plan.bytes("recompute")
+
+
+def test_all_that_attention_reads_waits_when_it_runs_again(ir: popxl.Ir, evaluate: Any) -> None:
+    """Scores of kept queries and keys would be those of the forward pass to XLA, which would hold them."""
+
+    def build(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
+        return ops.exp(ops.attention(ops.sin(x @ w), ops.cos(x @ w), ops.tanh(x @ w), causal=True))
+
+    specs = [popxl.TensorSpec(shape, popxl.float32) for shape in ((2, 8, 4), (4, 4))]
+    graph = addons.GraphWithNamedArgs(ir.create_graph(build, *specs))
+    grad = graph.autodiff()
+    again = addons.recompute_graph(grad, keep=["sin_out", "cos_out"])
+    (attention,) = (op for op in again.graph.ops if op.op_type == "Attention")
+    waits = [t.producer.op_type for t in attention.inputs if t.producer is not None]
+    assert waits == ["AvailableAfter", "AvailableAfter", "Tanh"]
+    with ir.main_graph:
+        rng = np.random.default_rng(3)
+        x, w = (popxl.variable(rng.normal(size=spec.shape).astype(np.float32)) for spec in specs)
+        site = graph.call_with_info(x, w)
+        values = evaluate(
+            *(
+                t
+                for g in (grad, again)
+                for t in g.call(ops.cos(site.outputs[0]), args=g.grad_graph_info.inputs_dict(site))
+            )
+        )
+    assert_close(values[2:], values[:2])

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import popxl
 from popxl.extend.collectives import exchanges_of
-from popxl.extend.graphs import Flops, is_call, own_flops
+from popxl.extend.graphs import Flops, is_attention, is_call, own_flops
 from popxl.extend.memory import GraphNeeds, OpNeeds, ReplicaExchange
 from popxl.transforms import GradGraphInfo
 from popxl_addons.transforms.call_groups import calls_in
 from popxl_addons.transforms.memory_plan import candidates
 
 
-def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph, held: int = 1, as_read: bool = False) -> GraphNeeds:
+def graph_needs(
+    info: GradGraphInfo, backward: popxl.Graph, name: str, model: popxl.Graph, held: int = 1, as_read: bool = False
+) -> GraphNeeds:
     """Candidates of a gradient graph, ops that compute them, and their reads by the gradient.
 
     Args:
         info: information of the gradient graph that takes all activations.
+        backward: the gradient graph that the program calls.
         model: the graph that calls the forward graph, or the forward graph itself.
         held: number of calls of the model that have their activations in memory at a time.
         as_read: whether activations are recomputed right before the gradient reads them.
@@ -40,9 +44,9 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph, held: int = 
         calls=sum(counts),
         bytes={each.path: each.nbytes for each in known.values()},
         read=read,
-        ops=tuple(_op_needs(info.forward_graph, paths, _factors(info))),
+        ops=tuple(_op_needs(info.forward_graph, paths, _factors_of(info))),
         steps=tuple(_steps(info.graph)),
-        gradients=_gradient_bytes(info, model),
+        gradients=_gradient_bytes(info, model, backward),
         ends=tuple(accumulate(counts[:-1])),
         span=(min(places, default=0), max(places, default=0)),
         held=held,
@@ -51,7 +55,7 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph, held: int = 
 
 
 def _op_needs(
-    graph: popxl.Graph, paths: Mapping[popxl.Tensor, str], factors: set[popxl.Tensor], is_called: bool = False
+    graph: popxl.Graph, paths: Mapping[popxl.Tensor, str], factors: _Factors, is_called: bool = False
 ) -> Iterator[OpNeeds]:
     """Costs of recomputing activations: an entry for each op, and for a call one for each activation that it returns.
 
@@ -67,14 +71,14 @@ def _op_needs(
         if is_call(op) and len(results) > 1:
             (run,) = op.runs
             pairs = [*zip(run.inputs, run.given, strict=True), *zip(run.outputs, op.outputs, strict=True)]
-            inner_factors = _read_by_products(run.graph) | {inner for inner, t in pairs if t in factors}
+            inner_factors = _factors(run.graph) | factors.where(pairs)
             yield from _op_needs(run.graph, {inner: paths[t] for inner, t in pairs if t in paths}, inner_factors, True)
             continue
         before = [({paths[t]: None}, []) if t in paths else leading.get(t, ({}, [])) for t in op.inputs]
         operands = {path: None for paths, _ in before for path in paths}
         ops = [*dict.fromkeys(each for _, ops in before for each in ops), op]
         if results:
-            is_fused = [_is_fused(each, factors) for each in ops]
+            is_fused = [_is_fused(each, factors.all) for each in ops]
             yield OpNeeds(
                 operands=tuple(operands),
                 results=results,
@@ -82,20 +86,43 @@ def _op_needs(
                 bytes=sum(_moved(each, fused) for each, fused in zip(ops, is_fused, strict=True)),
                 dtype=op.inputs[0].dtype.name if op.inputs else op.outputs[0].dtype.name,
                 is_fused=all(is_fused),
+                fused_bytes=_moved_if_products_fuse(ops, factors),
+                statistics=tuple(paths[t] for t in op.outputs[1:] if t in paths),
                 exchanges=tuple(exchange for each in ops for exchange in _exchanges(each)),
             )
         elif is_called:
             leading.update(dict.fromkeys(op.outputs, (operands, ops)))
 
 
-def _factors(info: GradGraphInfo) -> set[popxl.Tensor]:
+class _Factors(NamedTuple):
+    """Tensors that products read.
+
+    Attributes:
+        all: those that any product reads.
+        of_attention: those that attention reads, whose kernels are several products.
+    """
+
+    all: set[popxl.Tensor]
+    of_attention: set[popxl.Tensor]
+
+    def where(self, pairs: Sequence[tuple[popxl.Tensor, popxl.Tensor]]) -> _Factors:
+        """The same of other tensors: the first of each pair in place of the second."""
+        return _Factors(*({inner for inner, t in pairs if t in of} for of in self))
+
+    def __or__(self, other: _Factors) -> _Factors:
+        return _Factors(*(a | b for a, b in zip(self, other, strict=True)))
+
+
+def _factors(graph: popxl.Graph) -> _Factors:
+    """What the products of a graph read."""
+    products = [op for op in graph.ops if _flops(op).products]
+    return _Factors(*({t for op in some for t in op.inputs} for some in (products, filter(is_attention, products))))
+
+
+def _factors_of(info: GradGraphInfo) -> _Factors:
     """Forward tensors that products read in the backward pass or in recomputation."""
-    of = {t: e.fwd_tensor for t, e in zip(info.graph.inputs, info.expected_inputs, strict=False) if e.is_activation}
-    return {of.get(t, t) for graph in (info.graph, info.forward_graph) for t in _read_by_products(graph)}
-
-
-def _read_by_products(graph: popxl.Graph) -> set[popxl.Tensor]:
-    return {t for op in graph.ops if _flops(op).products for t in op.inputs}
+    of = {e.fwd_tensor: t for t, e in zip(info.graph.inputs, info.expected_inputs, strict=False) if e.is_activation}
+    return _factors(info.graph).where([*of.items()]) | _factors(info.forward_graph)
 
 
 def _is_fused(op: popxl.Op, factors: set[popxl.Tensor]) -> bool:
@@ -105,6 +132,22 @@ def _is_fused(op: popxl.Op, factors: set[popxl.Tensor]) -> bool:
     """
     by_element = all(t.nelms >= u.nelms for t in op.outputs for u in op.inputs)
     return by_element and factors.isdisjoint(op.outputs) and not _flops(op).products
+
+
+def _moved_if_products_fuse(ops: Sequence[popxl.Op], factors: _Factors) -> int | None:
+    """What `_moved` is where XLA fuses ops into products, too, as on TPUs; `None` if it does not fuse these.
+
+    Normalisations are elementwise with their statistics, which are small. Kernels of attention read arrays.
+    """
+    are_fused = all(_is_by_element(op) and factors.of_attention.isdisjoint(op.outputs) for op in ops)
+    return sum(_moved(op, True) for op in ops) if are_fused else None
+
+
+def _is_by_element(op: popxl.Op) -> bool:
+    """Whether the first result is elementwise, given small further results."""
+    first, *others = op.outputs
+    is_large = all(first.nelms >= t.nelms for t in op.inputs) and all(first.nelms >= 8 * t.nelms for t in others)
+    return is_large and not _flops(op).products
 
 
 def _moved(op: popxl.Op, is_fused: bool) -> int:
@@ -134,21 +177,49 @@ def _spans(graph: popxl.Graph) -> dict[popxl.Tensor, tuple[int, int]]:
 
 def _steps(graph: popxl.Graph) -> Iterator[int]:
     """Bytes computed by the graph itself, at each op."""
-    factors = _read_by_products(graph) | {*graph.outputs}
+    factors = _factors(graph).all | {*graph.outputs}
     spans = _spans(graph)
     made = [(spans[t], _nbytes(t)) for op in graph.ops if not _is_fused(op, factors) for t in op.outputs]
     for number in range(max(len(graph.ops), 1)):
         yield sum(size for (first, last), size in made if first <= number <= last)
 
 
-def _gradient_bytes(info: GradGraphInfo, model: popxl.Graph) -> int:
-    """Bytes of the gradients that a call returns for inputs of the model: its variables, usually."""
-    of_inputs = {*info.outputs}
+def _gradient_bytes(info: GradGraphInfo, model: popxl.Graph, backward: popxl.Graph) -> int:
+    """Bytes of a call's gradients for variables that wait for other gradients: for a norm of all of them, for example.
+
+    Others are free as soon as their variables are updated.
+    """
+    variables = {*info.outputs}.intersection(_variables(info.forward_graph, model))
+    places = [i for i, t in enumerate(info.outputs) if t in variables]
+    gradients = {t for call in backward.call_sites for i in places for t in _returned(call.outputs[i])}
+    held = set[popxl.Tensor]()
+    for graph in {t.graph for t in gradients}:
+        computed_from = {t: {t} for t in gradients if t.graph is graph}
+        held |= {t for t in graph.outputs if t in computed_from}
+        for op in graph.ops:
+            some = {t for operand in op.inputs for t in computed_from.get(operand, ())}
+            held |= some if len(some) > 1 else set()
+            for t in op.outputs:
+                computed_from.setdefault(t, some)
+    return sum(map(_nbytes, held)) // max(len(backward.call_sites), 1)
+
+
+def _variables(graph: popxl.Graph, model: popxl.Graph) -> Iterator[popxl.Tensor]:
+    """Inputs of a called graph that are inputs of the model: usually variables."""
     for op, _ in calls_in(model):
-        if info.forward_graph in op.called_graphs:
-            given = zip(info.forward_graph.inputs, op.inputs[-len(info.forward_graph.inputs) :], strict=False)
-            return sum(_nbytes(inner) for inner, outer in given if inner in of_inputs and outer.producer is None)
-    return 0
+        if graph in op.called_graphs:
+            given = zip(graph.inputs, op.inputs[-len(graph.inputs) :], strict=False)
+            yield from (inner for inner, outer in given if outer.producer is None)
+            return
+
+
+def _returned(t: popxl.Tensor) -> Iterator[popxl.Tensor]:
+    """A tensor where callers have it, if its graph returns it; else the tensor itself."""
+    calls = t.graph.call_sites if t in t.graph.outputs else []
+    if not calls:
+        yield t
+    for call in calls:
+        yield from _returned(call.outputs[t.graph.outputs.index(t)])
 
 
 def _flops(op: popxl.Op) -> Flops:

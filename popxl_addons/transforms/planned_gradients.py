@@ -75,6 +75,7 @@ class PlannedGradients:
         self._requested_plans: dict[popxl.Graph, GraphPlan] = {}
         self._applied_plans: dict[popxl.Graph, GraphPlan] = {}
         self._gradients: dict[popxl.Graph, GradGraphInfo] = {}
+        self._backward: dict[popxl.Graph, popxl.Graph] = {}  # the gradient graph with its treatments
         self._handwritten: set[popxl.Graph] = set()  # graphs whose gradients were not derived
         if isinstance(memory, MemoryPlan):
             self._divide_calls(memory)
@@ -93,7 +94,9 @@ class PlannedGradients:
         """What the planned graphs need in memory and time: what a plan within a budget is computed from."""
         held = 1 if self._budget_request is None else self._budget_request.held.get(self.model, 1)
         return tuple(
-            graph_needs(self._gradients[graph], self.names[graph], self.model, held, self.is_whole)
+            graph_needs(
+                self._gradients[graph], self._backward[graph], self.names[graph], self.model, held, self.is_whole
+            )
             for graph in self.names
             if graph in self._gradients
         )
@@ -142,8 +145,11 @@ class PlannedGradients:
             for each in known
             if each.tensor in read
         ):
+            self._backward[graph] = info.graph
             return info
-        return self._recomputing(info, by_treatment["keep"], by_treatment["offload"])
+        planned = self._recomputing(info, by_treatment["keep"], by_treatment["offload"])
+        self._backward[graph] = planned.graph
+        return planned
 
     def _recomputing(
         self, info: GradGraphInfo, keep: Sequence[popxl.Tensor], offload: Sequence[popxl.Tensor] = ()

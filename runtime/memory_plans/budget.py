@@ -126,7 +126,7 @@ def plan_within(
         if search.fitting:
             break
     if not search.fitting:
-        raise PopxlError(refusal([found for each in tried for found in each.compiled], first.applied.needs, budget))
+        raise PopxlError(refusal([found for each in tried for found in each.compiled], first.needs, budget))
     best, count = search.best, sum(len(each.compiled) for each in tried)
     return BudgetedPlan(best.applied.plan, budget, best.memory, best.cost, first.memory, first.cost, count)
 

@@ -14,6 +14,7 @@ from runtime.costs.cost import Cost
 from runtime.costs.executables import chip_of
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
+from runtime.memory_plans.needs import GraphNeeds
 from runtime.memory_plans.solver import Release
 from runtime.program.compiled import CompiledProgram
 from runtime.targets.chip import Chip
@@ -57,6 +58,7 @@ class Compiled(NamedTuple):
             host last.
         applied: object that applied the plan: its `needs` are the graphs, its `plan` is the applied plan, and
             `plan_with(treatments)` another plan for the same program.
+        fuses_factors: whether products compute their factors from operands in memory: on TPUs.
     """
 
     ir: Ir
@@ -67,9 +69,21 @@ class Compiled(NamedTuple):
     release: Release
     divisions: tuple[Division, ...]
     applied: Any
+    fuses_factors: bool = False
+
+    @property
+    def needs(self) -> Sequence[GraphNeeds]:
+        """What the planned graphs need on the device."""
+        needs: Sequence[GraphNeeds] = self.applied.needs
+        return [g.with_fused_factors() for g in needs] if self.fuses_factors else needs
 
     def weight(self, planned: int) -> float:
-        """Bytes of the peak for a planned byte, by estimate: kernels hold further values beside activations."""
+        """Bytes of the peak for a planned byte, by estimate.
+
+        The kernels of noinline calls hold further values beside activations.
+        """
+        if self.release != "call":
+            return 1.0
         return min(max((self.memory.temporaries or 0) / planned, 1.0), 2.0) if planned else 1.0
 
 
@@ -94,7 +108,15 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
     offloadable = frozenset(_offloadable(program, applied[0].names))
     memory, cost = memory_of_program(ir, program), cost_of(program)
     return Compiled(
-        ir, memory, cost, chip_of(program), offloadable, release, tuple(_divisions(program, requested)), applied[0]
+        ir,
+        memory,
+        cost,
+        chip_of(program),
+        offloadable,
+        release,
+        tuple(_divisions(program, requested)),
+        applied[0],
+        fuses_factors=program.layout.compile_target.platform == "tpu",
     )
 
 

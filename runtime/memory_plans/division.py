@@ -80,7 +80,7 @@ class DivisionEstimate:
 
     def __init__(self, compiled: Compiled, budget: float) -> None:
         self._compiled, self._budget = compiled, budget
-        self._graphs: Sequence[GraphNeeds] = compiled.applied.needs
+        self._graphs: Sequence[GraphNeeds] = compiled.needs
         self._planned = keep_all(self._graphs, compiled.release).bytes
         self._weight = compiled.weight(self._planned)
         self._step = StepMemory(compiled.ir, compiled.memory, compiled.applied.model, self._graphs)
@@ -138,7 +138,7 @@ def _scaled(g: GraphNeeds, share: float) -> GraphNeeds:
     def op(each: OpNeeds) -> OpNeeds:
         exchanges = tuple(x._replace(bytes=ceil(share * x.bytes)) for x in each.exchanges)
         products, moved = ceil(share * each.products), ceil(share * each.bytes)
-        return replace(each, products=products, bytes=moved, exchanges=exchanges)
+        return replace(each, products=products, bytes=moved, fused_bytes=None, exchanges=exchanges)
 
     return replace(
         g,

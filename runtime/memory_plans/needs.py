@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -59,8 +59,11 @@ class OpNeeds:
         products: operations of matrix products and convolutions.
         bytes: bytes that it reads and writes, beyond those that the readers of its results would.
         dtype: dtype of the factors.
-        is_fused: whether the results are fused into the kernels that read them, and so not in memory, if these are in
+        is_fused: whether the first result is fused into the kernels that read it, and so not in memory, if these are in
             the same graph.
+        fused_bytes: the same as `bytes` on devices whose products compute their factors from operands in memory, if the
+            first result is fused there.
+        statistics: further results, with which the first one is elementwise: a mean.
         exchanges: collectives, which cost nothing beyond their bytes in memory without published figures.
     """
 
@@ -70,6 +73,8 @@ class OpNeeds:
     bytes: int
     dtype: str
     is_fused: bool = False
+    fused_bytes: int | None = None
+    statistics: tuple[str, ...] = ()
     exchanges: tuple[ReplicaExchange, ...] = ()
 
     def seconds(self, chip: Chip | None) -> float:
@@ -77,6 +82,10 @@ class OpNeeds:
         flops = FLOPS if chip is None else chip.rate(self.dtype)
         network = 0.0 if chip is None else sum(each.seconds(chip) for each in self.exchanges)
         return self.products / flops + self.bytes / memory_bandwidth(chip) + network
+
+    def with_fused_factors(self) -> OpNeeds:
+        """The same op on devices whose products compute their factors from operands in memory."""
+        return self if self.fused_bytes is None else replace(self, is_fused=True, bytes=self.fused_bytes)
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,10 @@ class GraphNeeds:
     span: tuple[int, int] = (0, 0)
     held: int = 1
     as_read: bool = False
+
+    def with_fused_factors(self) -> GraphNeeds:
+        """The same graph on devices whose products compute their factors from operands in memory."""
+        return replace(self, ops=tuple(op.with_fused_factors() for op in self.ops))
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int, int], ...]:

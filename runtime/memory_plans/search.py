@@ -55,13 +55,12 @@ class PlanSearch:
 
     @property
     def _graphs(self) -> Sequence[GraphNeeds]:
-        needs: Sequence[GraphNeeds] = self.everything.applied.needs
-        return needs
+        return self.everything.needs
 
     def try_everything(self) -> None:
         """Compile the program with all activations kept."""
         first = self._compile("everything")
-        self._add(keep_all(first.applied.needs, first.release), first)
+        self._add(keep_all(first.needs, first.release), first)
 
     @property
     def compiled(self) -> list[Compiled]:

@@ -107,6 +107,8 @@ class _Columns:
 
     Attributes:
         kept, offloaded: for each activation, whether calls save it on the device or on the host.
+        fused: for each op that XLA fuses into the kernels of the gradient that read its first result, whether it does:
+            forward and backward calls are compiled together, and the gradient's kernels have the operands.
         recomputed: for each op, whether backward calls recompute it.
         has_run: for each op that is recomputed as its results are read, and each window, whether it has run.
     """
@@ -115,6 +117,7 @@ class _Columns:
     calls: int
     kept: dict[str, int] = field(default_factory=dict)
     offloaded: dict[str, int] = field(default_factory=dict)
+    fused: dict[int, int] = field(default_factory=dict)
     recomputed: dict[int, int] = field(default_factory=dict)
     has_run: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -132,10 +135,23 @@ class _Columns:
         """Bytes of activations that some of the calls keep."""
         return {self.kept[path]: calls * float(size) for path, size in self.graph.bytes.items()}
 
+    def fused_into_readers(self, path: str) -> int | None:
+        """The variable of the op that computes an activation within the gradient's kernels."""
+        number = self.makers[path]
+        return self.fused.get(number) if path == self.graph.ops[number].results[0] else None
+
+    def known_to_gradient(self, path: str) -> _Row:
+        """Whether the gradient's kernels have an activation without recomputing it."""
+        return _any_of(self.kept[path] if path in self.graph.read else None, self.fused_into_readers(path))
+
     def treatment(self, path: str, taken: Sequence[bool]) -> Treatment:
-        """Treatment of an activation in an assignment."""
-        is_offloaded = path in self.offloaded and taken[self.offloaded[path]]
-        return "keep" if taken[self.kept[path]] else "offload" if is_offloaded else "recompute"
+        """Treatment of an activation in an assignment. What kernels of the gradient compute by themselves is kept."""
+        if taken[self.kept[path]]:
+            return "keep"
+        if path in self.offloaded and taken[self.offloaded[path]]:
+            return "offload"
+        is_fused = path in self.graph.read and any(taken[column] for column in self.known_to_gradient(path))
+        return "keep" if is_fused and not taken[self.recomputed[self.makers[path]]] else "recompute"
 
 
 class _IntegerProgram:
@@ -194,26 +210,24 @@ class _IntegerProgram:
         return found.fun, self._solution([x > 0.5 for x in found.x[:-1]])
 
     def assignment(self, treatments: Treatments) -> list[bool]:
-        """The assignment that treatments mean, as compiled.
-
-        Where XLA compiles forward and backward calls together, fused values with kept operands are not held.
-        """
+        """The assignment that treatments mean, as compiled."""
         taken = [False] * len(self._seconds)
         for name, groups in self._groups.items():
             for group, planned in zip(groups, treatments[name], strict=True):
-                missing = {*group.graph.read}
+                self._fill_fused(taken, group, planned.treatments)
+                missing, read_again = {*group.graph.read}, set[str]()
                 for number, op in reversed([*enumerate(group.graph.ops)]):
                     wanted = {path: planned.treatments[path] for path in missing.intersection(op.results)}
-                    is_held = not op.is_fused or self._release != "read"
-                    is_held = is_held or any(planned.treatments[path] != "keep" for path in op.operands)
                     for path, treatment in wanted.items():
                         if treatment == "offload":
                             taken[group.offloaded[path]] = True
                         elif treatment == "keep":
-                            taken[group.kept[path]] = is_held
+                            column = group.fused_into_readers(path)
+                            taken[group.kept[path]] = column is None or path in read_again or not taken[column]
                     if "recompute" in wanted.values():
                         taken[group.recomputed[number]] = True
                         missing.update(op.operands)
+                        read_again.update(op.operands)
                 self._fill_windows(taken, group)
         return taken
 
@@ -230,6 +244,8 @@ class _IntegerProgram:
                 group.offloaded[path] = self._column(calls * 2 * size / host_bandwidth(chip))
         for number, op in enumerate(g.ops):
             group.recomputed[number] = self._column(calls * op.seconds(chip))
+            if op.is_fused and self._release == "read":
+                group.fused[number] = self._column()
         for window, *_ in group.windows:
             for number in range(len(g.ops)):
                 group.has_run[number, window] = self._column()
@@ -270,10 +286,13 @@ class _IntegerProgram:
             return _any_of(group.kept[path], group.offloaded.get(path), group.recomputed[group.makers[path]])
 
         for path in sorted(group.graph.read):
-            self._add(available(path), 1.0)
+            self._add(available(path) | _any_of(group.fused_into_readers(path)), 1.0)
         for number, op in enumerate(group.graph.ops):
             for path in op.operands:
                 self._add(available(path) | {group.recomputed[number]: -1.0}, 0.0)
+            if number in group.fused:
+                for path in (*op.operands, *op.statistics):
+                    self._add(group.known_to_gradient(path) | {group.fused[number]: -1.0}, 0.0)
 
     def _add_windows(self, group: _Columns) -> None:
         """When ops run that are recomputed as they are read: before a window ends that reads a result, or runs another
@@ -288,6 +307,14 @@ class _IntegerProgram:
             for path in op.operands:
                 maker = group.has_run[group.makers[path], window]
                 self._add(_any_of(group.kept[path], maker, group.offloaded.get(path)) | {has_run: -1.0}, 0.0)
+
+    def _fill_fused(self, taken: list[bool], group: _Columns, treatments: Mapping[str, Treatment]) -> None:
+        """Say which ops XLA fuses into the gradient's kernels that read their results."""
+        known = {path for path in group.graph.read if treatments[path] == "keep"}
+        for number, op in enumerate(group.graph.ops):
+            if number in group.fused and known.issuperset((*op.operands, *op.statistics)):
+                taken[group.fused[number]] = True
+                known.add(op.results[0])
 
     def _fill_windows(self, taken: list[bool], group: _Columns) -> None:
         """Say which ops have run in each window, in an assignment that says which are recomputed."""

@@ -522,3 +522,61 @@ def test_a_program_without_a_session_is_not_planned(tmp_path: Path, capsys: Any)
     (tmp_path / "train.py").write_text("")
     assert main(["plan", "--budget", "4 GB", str(tmp_path / "train.py")]) == 1
     assert "train.py makes no session, so there is nothing to compile" in capsys.readouterr().err
+
+
+class Wide(addons.Module):
+    """An elementwise function between two products with one weight."""
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        w = self.add_variable_input("w", partial(np.random.normal, 0, 0.1, (16, 24)), x.dtype)
+        return ops.gelu(x @ w) @ w.T
+
+
+class WideLayers(addons.Module):
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        facts, graph = Wide().create_graph(x)
+        for i in range(3):
+            (x,) = graph.bind(self.add_variable_inputs(f"layer{i}", facts)).call(x)
+        return ops.mean(x)
+
+
+def needs_of_wide_layers(optimizer: Any) -> GraphNeeds:
+    with requesting_memory("everything") as requested, popxl.Ir().main_graph:
+        x = popxl.h2d_stream((6, 16), popxl.float32, "x")
+        addons.train_step(WideLayers(), x, optimizer=optimizer, memory="everything")
+    ((needs,),) = (applied.needs for applied in requested.applied)
+    return needs
+
+
+@pytest.mark.parametrize(("clip_norm", "waiting"), [(None, 0), (1.0, 4 * 16 * 24)])
+def test_gradients_wait_where_a_norm_of_all_is_needed(clip_norm: float | None, waiting: int) -> None:
+    """Else the gradients of a call are free when its variables are updated."""
+    assert needs_of_wide_layers(partial(optimizers.adamw, lr=0.1, clip_norm=clip_norm)).gradients == waiting
+
+
+def test_products_on_tpus_compute_their_factors_from_kept_operands() -> None:
+    """XLA fuses the function into the products there: with its operand kept, the result takes no memory, and no op has
+    to run again by itself. On GPUs products read it from memory."""
+    g = needs_of_wide_layers(partial(optimizers.sgd, lr=0.1))
+    everything, size = keep_all([g], "read").bytes, 4 * 6 * 24
+    assert g.bytes == {"matmul_out": size, "gelu_out": size, "w_T": 0}
+    assert keep_all([g.with_fused_factors()], "read").bytes == everything - 2 * size  # in the last call it is read
+    for graph, treatment, is_free in ((g, "recompute", False), (g.with_fused_factors(), "keep", True)):
+        found = solve([graph], everything - 2 * size, None, ())
+        assert found is not None and (found.seconds == 0) is is_free
+        treatments = found.treatments[g.name][0].treatments
+        assert (treatments["matmul_out"], treatments["gelu_out"]) == ("keep", treatment)
+
+
+def test_a_normalisation_is_elementwise_with_its_statistics() -> None:
+    """The mean has to be kept for the result to take no memory."""
+    op = OpNeeds(("x",), ("y", "mean"), 0, 10**6, "float32", fused_bytes=10**5, statistics=("mean",))
+    sizes = {"x": 10**6, "y": 10**6, "mean": 10**3}
+    first = OpNeeds((), ("x",), 10**9, 10**6, "float32")
+    g = GraphNeeds("g", 1, sizes, dict.fromkeys(sizes, (0, 0)), (first, op)).with_fused_factors()
+    assert keep_all([g], "read").bytes == 10**6 + 10**3
+    found = solve([g], 10**6 + 10**3, None, ())
+    assert found is not None and set(found.treatments["g"][0].treatments.values()) == {"keep"}
+    smaller = solve([g], 10**6, None, ())
+    assert smaller is not None and smaller.seconds > 0
+    assert smaller.treatments["g"][0].treatments == {"x": "keep", "y": "recompute", "mean": "recompute"}

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from poptorch.capture.preserved_functions import PRESERVED_FUNCTIONS
 from poptorch.capture.tensor_layout import overwrite
 from poptorch.capture.torch_private import without_modes, written_arguments
-from poptorch.capture.trace import LOOKED_AT, Data, Node, Value, View, tensors_in, values_in
+from poptorch.capture.trace import BASE, Data, Node, Value, View, tensors_in, values_in
 from poptorch.errors import createPoptorchError
 
 _BY_SHAPE = frozenset(
@@ -169,7 +169,7 @@ def _call_by_name(function: Callable[..., Any], signature: inspect.Signature, ar
 def _view(view: View, base: torch.Tensor) -> torch.Tensor:
     op = _op(view.op, view.overload)
     assert op is not None
-    arguments = pytree.tree_map(lambda leaf: base if leaf is LOOKED_AT else leaf, view.arguments)
+    arguments = pytree.tree_map(lambda leaf: base if leaf is BASE else leaf, view.arguments)
     found: torch.Tensor = pytree.tree_leaves(_call(op, arguments))[view.result]
     return found
 

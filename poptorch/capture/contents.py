@@ -135,7 +135,7 @@ class TensorContents:
 
         def begin(t: torch.Tensor) -> torch.Tensor:
             fake = tracer.fake(t.detach())
-            graph_break.results.append(recorder.new_made(fake))
+            graph_break.results.append(recorder.new_host_result(fake))
             return fake
 
         result = pytree.tree_map_only(torch.Tensor, begin, on_host)

@@ -84,7 +84,7 @@ class FunctionInterceptor(TorchFunctionMode):
             if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
                 return tracer.record_set_data(*args)
             if func is torch.Tensor.requires_grad_ or func == torch.Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
-                tracer.recorder.track(*args, **kwargs)
+                tracer.recorder.record_requires_grad(*args, **kwargs)
             if func is torch.Tensor.__getitem__:
                 return getitem(args[0], args[1], tracer.contents, self.row_views)
             if func is torch.Tensor.__setitem__:

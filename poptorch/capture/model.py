@@ -160,7 +160,7 @@ def _capture(tracer: Tracer, request: CaptureRequest) -> Captured:
     tracer.function_interceptor.tensor_hooks.add_parameters(inputs.state, inputs.state_values)
     attributes = Attributes(module)
     with (
-        recorder.leaving_numbers(),
+        recorder.materialising_constants(),
         inputs.cleared(),  # unreferenced tensors are gone before that
         attributes.restored(),
         _surroundings(tracer, request, inputs) as applications,

@@ -1,9 +1,9 @@
 """`Recorder`: records ops in functional form during execution.
 
-PyTorch has storages that tensors view and write to; a `Trace` has values that are assigned once. The two are linked by
-a `TensorStorage` for each storage, which holds its current value, and for each tensor a *lens*: the views that lead
-from the storage to the tensor. Reading a tensor that was overwritten meanwhile, by itself or by another view, makes
-these views again; writing puts the new value back through them.
+PyTorch has storages that tensors view and write to; a `Trace` has values that are assigned once. A `TensorStorage`
+links a storage with its current value. A `TensorView` links a tensor with its storage, by a *lens*: the views that lead
+from the storage's base to the tensor. Reading a tensor whose storage was overwritten meanwhile repeats these views;
+writing puts the new value back through them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from poptorch.capture.storages import TensorStorage, TensorView
 from poptorch.capture.tensor_layout import TensorLayout, offsets_of, views_between
 from poptorch.capture.torch_private import FakeTensor, become, forget_history, storage_key, without_modes
 from poptorch.capture.trace import (
-    LOOKED_AT,
+    BASE,
     Data,
     Node,
     Trace,
@@ -78,9 +78,9 @@ class Recorder:
         self._views: dict[int, TensorView] = {}
         self._storages: dict[int, TensorStorage] = {}
         self._all_storages: list[TensorStorage] = []
-        self._is_part = False
-        self._beside: Node | None = None
-        self._numbers: dict[Value, torch.Tensor] = {}
+        self._is_decomposing = False
+        self._recording_at: Node | None = None
+        self._buffer_contents: dict[Value, torch.Tensor] = {}
 
     # Tensors and values ---------------------------------------------------------------------------------------------
 
@@ -93,8 +93,8 @@ class Recorder:
         """Add a function input for a tensor's initial contents; `numbers` gives host contents of a buffer."""
         value = self.frames.add(Value(tuple(t.shape), t.dtype, name, of_buffer=numbers is not None))
         if numbers is not None:
-            self._numbers[value] = numbers
-        self._introduce(t, value)
+            self._buffer_contents[value] = numbers
+        self._register_base(t, value)
         self.trace.inputs.append(value)
         return value
 
@@ -102,7 +102,7 @@ class Recorder:
         """Current value of a tensor within the innermost function."""
         tracked = self._views.get(id(t))
         if tracked is None:
-            tracked = self._unknown(t)
+            tracked = self._register(t)
         if tracked.version == tracked.storage.version:
             return self.frames.capture(tracked.value)
         value = self._view_values(tracked.storage, tracked.lens)[-1]
@@ -113,7 +113,7 @@ class Recorder:
     def state_of(self, t: torch.Tensor) -> tuple[TensorStorage, int]:
         """Storage of a tensor, and the version of its contents."""
         if id(t) not in self._views:
-            self.value_of(t)  # makes it known
+            self.value_of(t)  # registers it
         storage = self._views[id(t)].storage  # perhaps of a body that has ended
         return storage, storage.version
 
@@ -149,39 +149,39 @@ class Recorder:
         value = self.value_of(t)
         for name in value.buffer_dependencies or ():
             self.read.setdefault(name, self.source())
-        return numbers_of(value, self._numbers)
+        return numbers_of(value, self._buffer_contents)
 
     def distance(self, start: torch.Tensor, stop: torch.Tensor, sees_selects: bool) -> int | None:
         """Difference `stop - start` of two integers, if both are known offsets from one value; otherwise `None`."""
-        return distance(self.value_of(start), self.value_of(stop), self._numbers, sees_selects)
+        return distance(self.value_of(start), self.value_of(stop), self._buffer_contents, sees_selects)
 
     def new_constant(self, t: torch.Tensor, numbers: torch.Tensor) -> Node:
         """Record a constant with these contents, which callers must not modify, as a tensor's value."""
-        node = self.node("poptorch.constant", "", {"data": Data(numbers)})
-        self._introduce(t, self.result(node, tuple(t.shape), t.dtype))
+        node = self.add_node("poptorch.constant", "", {"data": Data(numbers)})
+        self._register_base(t, self.add_result(node, tuple(t.shape), t.dtype))
         return node
 
-    def new_made(self, t: torch.Tensor) -> Value:
+    def new_host_result(self, t: torch.Tensor) -> Value:
         """New value without a producing op, for a tensor computed on the host."""
         value = self.frames.add(Value(tuple(t.shape), t.dtype))
-        self._introduce(t, value)
+        self._register_base(t, value)
         return value
 
     def overwrite(self, node: Node, tensors: Iterable[torch.Tensor]) -> None:
-        """Add results to an op that overwrites tensors."""
+        """Add results to an op, as the new values of tensors that it overwrites."""
         for t in tensors:
-            self._write(t, self.result(node, tuple(t.shape), t.dtype))
+            self._write(t, self.add_result(node, tuple(t.shape), t.dtype))
 
     def _write(self, t: torch.Tensor, value: Value) -> None:
         """Write a new value into a tensor, visible through all views of its storage."""
-        self.value_of(t)  # makes it known
+        self.value_of(t)  # registers it
         tracked = self._views[id(t)]
         storage = tracked.storage
         self._check_own(t, storage.value)
         if storage.layout.overlaps:
             self._deduplicate(storage)
         lens = tracked.lens
-        if any(view.repeats for view in lens):  # on the way back the old copies would come after the new number
+        if any(view.repeats for view in lens):  # putting it back would overwrite the new number by its old copies
             is_detached = any(view.op == "aten.detach" for view in lens)
             lens = (
                 *[detached(storage.value)] * is_detached,
@@ -189,8 +189,8 @@ class Recorder:
             )
         content = value
         for view, base in reversed(list(zip(lens, self._view_values(storage, lens), strict=False))):
-            node = self.node("poptorch.put", "", {"base": base, "content": content, "view": view})
-            content = self.result(node, base.shape, base.dtype)
+            node = self.add_node("poptorch.put", "", {"base": base, "content": content, "view": view})
+            content = self.add_result(node, base.shape, base.dtype)
         keeps_history = storage.base.requires_grad and not torch.is_grad_enabled() and not is_in_own_derivative()
         if keeps_history:  # changes hidden from PyTorch do not affect its derivatives
             content = self._with_history_of(self.frames.capture(storage.value), content)
@@ -199,16 +199,16 @@ class Recorder:
         if not (keeps_history or TensorLayout.from_tensor(t).overlaps):
             tracked.value, tracked.version = value, storage.version
         storage.resolve_requires_grad()
-        self._await(storage, value, t)
+        self._defer_gradient_flow(storage, value, t)
 
     def rebind(self, t: torch.Tensor, before: Value, content: Value) -> None:
         """Give a tensor new storage and contents, with unchanged autograd history."""
         self._check_own(t, before)
-        self._introduce(t, self._with_history_of(before, content))
+        self._register_base(t, self._with_history_of(before, content))
 
     def _with_history_of(self, before: Value, content: Value) -> Value:
-        node = self.node("poptorch.put", "", {"base": before, "content": content, "view": detached(content)})
-        return self.result(node, content.shape, content.dtype)
+        node = self.add_node("poptorch.put", "", {"base": before, "content": content, "view": detached(content)})
+        return self.add_result(node, content.shape, content.dtype)
 
     def _check_own(self, t: torch.Tensor, value: Value) -> None:
         """Check that a tensor's value belongs to the function under recording."""
@@ -218,14 +218,14 @@ class Recorder:
                 f"{t.dtype} ({self.source()}). Pass it to the body as an input, which is a copy, and return it."
             )
 
-    def track(self, t: torch.Tensor, requires_grad: bool = True) -> None:
+    def record_requires_grad(self, t: torch.Tensor, requires_grad: bool = True) -> None:
         """Record an imminent change of `requires_grad`, which applies to later reads of the tensor."""
         tracked = self._views.get(id(t))
         if tracked is not None and t.requires_grad != requires_grad:
             tracked.storage.resolve_requires_grad()
             tracked.is_frozen = not requires_grad
 
-    def moved(self, t: torch.Tensor) -> None:
+    def record_new_view(self, t: torch.Tensor) -> None:
         """Record that a tensor now views other elements of its storage (`transpose_`), or another storage."""
         self.reshaped[id(t)] = self.source()
         self._views.pop(id(t), None)
@@ -234,18 +234,18 @@ class Recorder:
         """Value of a storage, followed by results of each view in a lens."""
         values = [self.frames.capture(storage.value)]
         for view in lens:
-            node = self.node(view.op, view.overload, with_leaf(view.arguments, LOOKED_AT, values[-1]))
-            results = [self.result(node, shape, view.dtype) for shape in view.shapes]
+            node = self.add_node(view.op, view.overload, with_leaf(view.arguments, BASE, values[-1]))
+            results = [self.add_result(node, shape, view.dtype) for shape in view.shapes]
             values.append(results[view.result])
         return values
 
-    def _introduce(self, t: torch.Tensor, value: Value, blocks_grad: bool = True) -> None:
+    def _register_base(self, t: torch.Tensor, value: Value, blocks_grad: bool = True) -> None:
         """Register a tensor that owns its storage."""
         key = self._storage_key(t)  # refuses sparse tensors, which have no layout
         storage = self._storages[key] = TensorStorage(t, TensorLayout.from_tensor(t), value, blocks_grad)
         self._all_storages.append(storage)
         self._views[id(t)] = TensorView(t, storage, (), value, 0)
-        self._await(storage, value, t)
+        self._defer_gradient_flow(storage, value, t)
 
     def _deduplicate(self, storage: TensorStorage) -> None:
         """Deduplicate the elements of a storage whose base tensor overlaps itself."""
@@ -262,24 +262,26 @@ class Recorder:
             )
         with without_modes():
             data = Data(torch.from_numpy(first))
-        index = self.result(self.node("poptorch.constant", "", {"data": data}), first.shape, torch.int64)
-        taken = self.node("aten.take", "default", {"input": storage.value, "index": index})
+        index = self.add_result(self.add_node("poptorch.constant", "", {"data": data}), first.shape, torch.int64)
+        taken = self.add_node("aten.take", "default", {"input": storage.value, "index": index})
         storage.layout = replace(layout, shape=first.shape, stride=(step,))
-        storage.value = self.result(taken, first.shape, layout.dtype)
+        storage.value = self.add_result(taken, first.shape, layout.dtype)
         for tracked in self._views.values():
             if tracked.storage is storage:
                 tracked.lens = (*views_between(storage.layout, layout), *tracked.lens)
 
-    def _await(self, storage: TensorStorage, value: Value, t: torch.Tensor, blocks_grad: bool = True) -> None:
+    def _defer_gradient_flow(
+        self, storage: TensorStorage, value: Value, t: torch.Tensor, blocks_grad: bool = True
+    ) -> None:
         """Schedule a gradient-flow check for a value, if PyTorch tracks it.
 
         Args:
             blocks_grad: whether this tensor alone decides that no gradients flow, and not the operands of the value.
         """
-        if not self._is_part:
+        if not self._is_decomposing:
             storage.pending.append((value, t, blocks_grad and storage.blocks_grad))
 
-    def _unknown(self, t: torch.Tensor) -> TensorView:
+    def _register(self, t: torch.Tensor) -> TensorView:
         """Register a tensor without a recorded op: preexisting, or another view of storage (`t.data`, strides)."""
         storage = self._storages.get(self._storage_key(t))
         if storage is None:
@@ -324,15 +326,15 @@ class Recorder:
             and (tracked.value if tracked.version == tracked.storage.version else tracked.storage.value).is_on_host
         )
 
-    def move(self, t: torch.Tensor, moved: torch.Tensor) -> None:
+    def move_to_device(self, t: torch.Tensor, moved: torch.Tensor) -> None:
         """Record an explicit move of a host tensor to the device: an intended program constant."""
-        node = self.node("aten.alias", "default", {"input": t})
+        node = self.add_node("aten.alias", "default", {"input": t})
         node.is_on_host = False
-        self.results(node, moved)
+        self.add_results(node, moved)
 
     # Ops ------------------------------------------------------------------------------------------------------------
 
-    def node(
+    def add_node(
         self,
         op: str,
         overload: str,
@@ -345,10 +347,10 @@ class Recorder:
         values = pytree.tree_map_only(torch.Tensor, self._input_value, dict(arguments))
         values = with_values(values, self.frames.capture)
         scope = self.scopes[-1] if self.scopes else ""
-        if op == "aten.convolution" and self._beside is None:
+        if op == "aten.convolution" and self._recording_at is None:
             self._context.count_convolution()
         names = buffer_dependencies(op, overload, values)
-        site = self._context.site() if self._beside is None else self._beside.site
+        site = self._context.site() if self._recording_at is None else self._recording_at.site
         node = Node(op, overload, values, site, scope, self.source(), has_effect, made_of=names)
         given = [*(value.is_on_host for value in node.inputs), *map(self.is_on_host, written)]
         node.is_on_host = all(given) if given else self.makes_on_host
@@ -363,47 +365,46 @@ class Recorder:
         value = self.value_of(t)
         if not self._views[id(t)].is_frozen:
             return value
-        stop = self.result(self.node("aten.detach", "default", {"input": value}), value.shape, value.dtype)
+        stop = self.add_result(self.add_node("aten.detach", "default", {"input": value}), value.shape, value.dtype)
         stop.requires_grad = False
         return stop
 
-    def result(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
+    def add_result(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
         """Add a result value to an op."""
         value = self.frames.add(Value(shape, dtype, made_by=node))
         node.results.append(value)
         return value
 
-    def results(self, node: Node, tensors: Any, blocks_grad: bool = True) -> None:
+    def add_results(self, node: Node, tensors: Any, blocks_grad: bool = True) -> None:
         """Add op results for tensors, each with separate storage.
 
         Args:
             blocks_grad: whether results that need no gradient, according to PyTorch, let none flow.
         """
         for t in tensors_in(tensors):
-            value = self.result(node, tuple(t.shape), t.dtype)
+            value = self.add_result(node, tuple(t.shape), t.dtype)
             if id(t) not in self._views:
-                self._introduce(t, value, blocks_grad)
+                self._register_base(t, value, blocks_grad)
 
-    def views(self, node: Node, arguments: Mapping[str, Any], tensors: Any) -> bool:
+    def add_views(self, node: Node, arguments: Mapping[str, Any], tensors: Any) -> bool:
         """Record results as views, if they share storage with a tensor argument; returns whether they do."""
         results = tensors_in(tensors)
         given = tensors_in(dict(arguments))
-        looked_at = next((t for t in given if results and self._storage_key(t) == self._storage_key(results[0])), None)
-        if looked_at is None:
+        viewed = next((t for t in given if results and self._storage_key(t) == self._storage_key(results[0])), None)
+        if viewed is None:
             return False
-        base = self._views[id(looked_at)]
-        place = with_leaf(dict(arguments), looked_at, LOOKED_AT)
+        base = self._views[id(viewed)]
+        of_base = with_leaf(dict(arguments), viewed, BASE)
         shapes = tuple(tuple(t.shape) for t in results)
-        # Functions that make tensors (`torch.zeros`) end with a `detach`. Later on gradients may well flow through
-        # these.
-        is_same = node.op == "aten.detach" and not looked_at.requires_grad
+        # Functions that create tensors (`torch.zeros`) end with a `detach`; gradients may flow through these later.
+        is_same = node.op == "aten.detach" and not viewed.requires_grad
         for i, t in enumerate(results):
-            value = self.result(node, shapes[i], t.dtype)
-            view = View(node.op, node.overload, place, shapes, t.dtype, i, TensorLayout.from_tensor(t).overlaps)
+            value = self.add_result(node, shapes[i], t.dtype)
+            view = View(node.op, node.overload, of_base, shapes, t.dtype, i, TensorLayout.from_tensor(t).overlaps)
             lens = base.lens if is_same else (*base.lens, view)
             self._views[id(t)] = TensorView(t, base.storage, lens, value, base.storage.version)
-            # Nor do tensors that PyTorch keeps for its backward pass, such as the mean of a norm.
-            self._await(base.storage, value, t, blocks_grad=not is_same)
+            # No gradients flow through tensors that PyTorch keeps for its backward pass, such as the mean of a norm.
+            self._defer_gradient_flow(base.storage, value, t, blocks_grad=not is_same)
         return True
 
     def keep(self, t: torch.Tensor) -> None:
@@ -421,18 +422,18 @@ class Recorder:
     def recording_decomposition(self) -> Iterator[list[torch.Tensor]]:
         """Record a decomposition. PyTorch tracks no gradients within, except for results that the caller lists."""
         results: list[torch.Tensor] = []
-        with patched(self, _is_part=True):
+        with patched(self, _is_decomposing=True):
             yield results
         for t in results:
             value = self.value_of(t)
-            self._await(self._views[id(t)].storage, value, t)
+            self._defer_gradient_flow(self._views[id(t)].storage, value, t)
 
     # Functions ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def recording_at(self, node: Node) -> Iterator[None]:
         """Record ops with the placement and module scope of an earlier op."""
-        with patched(self, _beside=node), pushed(self.scopes, node.scope):
+        with patched(self, _recording_at=node), pushed(self.scopes, node.scope):
             yield
 
     def resolve_requires_grad(self) -> None:
@@ -454,7 +455,7 @@ class Recorder:
         return self.trace
 
     @contextmanager
-    def leaving_numbers(self) -> Iterator[None]:
+    def materialising_constants(self) -> Iterator[None]:
         """Materialise still-referenced tensors with known contents after a recorded block.
 
         A function that makes a mask once and caches it returns a usable mask to later callers, not a tensor of this
@@ -476,7 +477,7 @@ class Recorder:
             for ref, value, made_by in reversed(kept):
                 if (t := ref()) is None:
                     continue
-                if value is not None and (numbers := numbers_of(value, self._numbers)) is not None:
+                if value is not None and (numbers := numbers_of(value, self._buffer_contents)) is not None:
                     become(t, numbers.clone().requires_grad_(t.requires_grad))
                     setattr(t, MADE_IN_CAPTURE, True)
                 else:

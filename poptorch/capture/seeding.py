@@ -96,7 +96,7 @@ class _Generator:
                 f"`torch.{name}` ({self._recorder.source()}): the generator of random numbers cannot be seeded in a "
                 "body of a loop or of a conditional. Seed it before that."
             )
-        return self._recorder.node(f"poptorch.{name}", "", arguments, has_effect=True)
+        return self._recorder.add_node(f"poptorch.{name}", "", arguments, has_effect=True)
 
 
 class _OfThisThread:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from poptorch.capture.trace import LOOKED_AT, View
+from poptorch.capture.trace import BASE, View
 from poptorch.errors import createPoptorchError
 
 
@@ -143,7 +143,7 @@ def views_between(base: TensorLayout, seen: TensorLayout) -> tuple[View, ...]:
 
 def _view(op: str, how: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype) -> View:
     name, _, overload = op.partition(".")
-    return View(f"aten.{name}", overload or "default", {"input": LOOKED_AT, **how}, (tuple(shape),), dtype)
+    return View(f"aten.{name}", overload or "default", {"input": BASE, **how}, (tuple(shape),), dtype)
 
 
 def _reinterpret_views(base: TensorLayout, dtype: torch.dtype) -> tuple[list[View], TensorLayout]:

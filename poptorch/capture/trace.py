@@ -65,13 +65,13 @@ class Data:
     tensor: torch.Tensor
 
 
-LOOKED_AT = object()
-"""Stands for what a view looks at, among its arguments."""
+BASE = object()
+"""Placeholder for the base among a view's arguments."""
 
 
 @dataclass(frozen=True)
 class View:
-    """One step of a lens: a view op applied to `LOOKED_AT`, with a result position.
+    """One step of a lens: a view op applied to `BASE`, with a result position.
 
     Attributes:
         repeats: whether the view overlaps itself: some elements of its base occur more than once.
@@ -221,4 +221,4 @@ def with_leaf(arguments: Any, one: Any, by: Any) -> Any:
 
 def detached(value: Value) -> View:
     """View of a whole value, through which no gradients flow."""
-    return View("aten.detach", "default", {"input": LOOKED_AT}, (value.shape,), value.dtype)
+    return View("aten.detach", "default", {"input": BASE}, (value.shape,), value.dtype)

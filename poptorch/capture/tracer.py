@@ -135,7 +135,7 @@ class Tracer:
             return t
         with self.suspended():
             moved = t.clone()
-        self.recorder.move(t, moved)
+        self.recorder.move_to_device(t, moved)
         return moved
 
     # Records --------------------------------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ class Tracer:
         """
         with self.suspended():
             results = compute(**arguments)
-        node = self.recorder.node(op, "", arguments, has_effect)
-        self.recorder.results(node, results)
+        node = self.recorder.add_node(op, "", arguments, has_effect)
+        self.recorder.add_results(node, results)
         return results
 
     def trace_body(self, body: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Trace, list[torch.Tensor]]:
@@ -203,14 +203,14 @@ class Tracer:
         if any(shares_storage(t, given) for t in pytree.tree_leaves(results)):  # a view, or the argument itself
             return function(*args, **kwargs)
         self._has_preserved = True
-        node = self.recorder.node(preserved.op, "", given)
-        self.recorder.results(node, results)
+        node = self.recorder.add_node(preserved.op, "", given)
+        self.recorder.add_results(node, results)
         self.recorder.overwrite(node, written)
         return results
 
     def record_detach_(self, t: torch.Tensor) -> torch.Tensor:
         """Record `Tensor.detach_`, which PyTorch does not dispatch as an op."""
-        node = self.recorder.node("aten.detach", "default", {"input": t})
+        node = self.recorder.add_node("aten.detach", "default", {"input": t})
         self.recorder.overwrite(node, [t])
         return t.detach_()
 
@@ -289,7 +289,7 @@ class Tracer:
                 raise
             return self.contents.break_graph(op, args, kwargs) if constant is None else constant
         if torch.Tag.inplace_view in op.tags:
-            self.recorder.moved(args[0])
+            self.recorder.record_new_view(args[0])
         elif written:
             self._record_written(name, op._overloadname, given, written, results)
         elif name != "aten.as_strided":  # whose layout is known when it is read
@@ -325,15 +325,15 @@ class Tracer:
         """Record an op that returns new tensors or views; nothing for one that returns plain values."""
         if not tensors_in(results):
             return
-        node = self.recorder.node(name, overload, given)
+        node = self.recorder.add_node(name, overload, given)
         if name == "aten.lift_fresh":  # `torch.tensor` does so, and types of the host, such as `torch.LongTensor`
             if is_of_type := hears_functions(self.function_interceptor):  # which is no function
                 self.recorder.host.created.add(node)
             node.is_on_host = is_of_type or self.recorder.makes_on_host
         # A lazy conjugate or negation is materialised in a clone, below autograd.
         is_resolved = name == "aten.clone" and (args[0].is_conj() or args[0].is_neg()) and torch.is_grad_enabled()
-        if not self.recorder.views(node, given, results):
-            self.recorder.results(node, results, blocks_grad=not is_resolved)
+        if not self.recorder.add_views(node, given, results):
+            self.recorder.add_results(node, results, blocks_grad=not is_resolved)
 
     def _record_written(
         self, name: str, overload: str, given: Mapping[str, Any], written: Mapping[str, Any], results: Any
@@ -342,9 +342,9 @@ class Tracer:
         read = {"input"} if name not in _OVERWRITING else set()
         inputs = {key: value for key, value in given.items() if key not in written or key in read}
         tensors = tensors_in(dict(written))
-        node = self.recorder.node(name, overload, inputs, written=tensors)
+        node = self.recorder.add_node(name, overload, inputs, written=tensors)
         overwritten = list(map(id, tensors))
-        self.recorder.results(node, [t for t in pytree.tree_leaves(results) if id(t) not in overwritten])
+        self.recorder.add_results(node, [t for t in pytree.tree_leaves(results) if id(t) not in overwritten])
         self.recorder.overwrite(node, tensors)
 
     def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import popxl
 from poptorch.capture.tensor_layout import overlaps, written_last
-from poptorch.capture.trace import LOOKED_AT, Data, View
+from poptorch.capture.trace import BASE, Data, View
 from poptorch.lowering.complex import VIEW_INVERSES
 from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, axis_of, broadcast, cast_like, constant_of, promoted
@@ -244,7 +244,7 @@ def strided_update(base: Any, content: Any, *, stride: tuple[int, ...], offset: 
 def _updates(op: str, overload: str) -> None:
     @lowers(f"aten.{op}_scatter")
     def lowering(input: popxl.Tensor, src: popxl.Tensor, **where: Any) -> popxl.Tensor:
-        arguments = {"input": LOOKED_AT, **where}
+        arguments = {"input": BASE, **where}
         return _write_one_view(input, cast_like(src, input.dtype), f"aten.{op}", overload, arguments)
 
 

@@ -16,7 +16,7 @@ from popxl.analysis.memory import runs_of
 from popxl.base.arrays import Array
 from popxl.base.pages import OnPage, Page, Table, bytes_text, starred
 from popxl.base.records import Record
-from popxl.core.aliasing import callees_first
+from popxl.core.aliasing import callees_first, readers
 from popxl.core.tracing import trace
 from popxl.core.traits import is_call
 from popxl.ops.collectives.exchanging import CollectiveBackend
@@ -259,10 +259,7 @@ def _repeated_exchanges(graph: Graph, recorder: type[ExchangeRecorder] | None) -
 
 def _added(graph: Graph) -> set[Op]:
     """All-reduces whose single use adds the result to another all-reduce over equal groups."""
-    users: defaultdict[Tensor, list[Op]] = defaultdict(list)
-    for op in graph.ops:
-        for t in op.inputs:
-            users[t].append(op)
+    users = readers(graph)
     found: set[Op] = set()
     for op in graph.ops:
         first: dict[tuple[object, ...], Op] = {}

@@ -128,11 +128,26 @@ def _of_fourier(equation: Any) -> int:
     return round(count * 5 * size * math.log2(size)) // (2 if of_real else 1)
 
 
+class ProductSizes(NamedTuple):
+    """Sizes of a product of matrices, (batch, rows, depth) times (batch, depth, columns)."""
+
+    batch: int
+    rows: int
+    columns: int
+    depth: int
+
+
+def product_sizes(equation: Any) -> ProductSizes:
+    """Sizes of an equation with the primitive `dot_general`."""
+    (contracted, _), (batched, _) = equation.params["dimension_numbers"]
+    left, result = equation.invars[0].aval, equation.outvars[0].aval
+    depth, batch = (math.prod(left.shape[d] for d in each) for each in (contracted, batched))
+    rows = left.size // max(1, depth * batch)
+    return ProductSizes(batch, rows, result.size // max(1, rows * batch), depth)
+
+
 def _of_product(equation: Any) -> int:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    shape = equation.invars[0].aval.shape
-    of_one = 8 if _is_complex(equation.outvars[0].aval) else 2
-    return of_one * equation.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
+    return (8 if _is_complex(equation.outvars[0].aval) else 2) * math.prod(product_sizes(equation))
 
 
 def _of_convolution(equation: Any) -> int:

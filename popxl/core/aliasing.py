@@ -1,4 +1,4 @@
-"""Analyses of graphs across ops: reachable graphs, aliased storage, and written tensors."""
+"""Analyses of graphs across ops: reachable graphs, readers of tensors, aliased storage, and written tensors."""
 
 from __future__ import annotations
 
@@ -80,6 +80,15 @@ def reachable(graph: Graph) -> tuple[Graph, ...]:
 def lowered_ops(graph: Graph) -> Iterator[Op]:
     """All executed ops of a graph and its callees: each graph once, composite ops expanded."""
     return (part for each in reachable(graph) for op in each.ops for part in op.parts)
+
+
+def readers(graph: Graph) -> dict[Tensor, list[Op]]:
+    """Ops of a graph that read each tensor, in order, each once."""
+    found: dict[Tensor, list[Op]] = {}
+    for op in graph.ops:
+        for t in dict.fromkeys(op.inputs):
+            found.setdefault(t, []).append(op)
+    return found
 
 
 def callees_first(graph: Graph, without: Container[Graph] = ()) -> tuple[Graph, ...]:

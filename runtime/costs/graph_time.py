@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from popxl.analysis.communication import exchanges_of
+from popxl.analysis.flops import product_sizes
+from popxl.core.aliasing import readers
 from popxl.core.recording import Op
-from popxl.core.tensor import Tensor
 from popxl.core.tracing import traces_in
 from popxl.graph import Graph
 from popxl.values.spec import size_in_bytes
@@ -132,10 +132,7 @@ def _sent(op: Op) -> tuple[tuple[str, int], ...]:
 def _merged(graph: Graph) -> dict[Op, Work]:
     """Work of a graph's kernels, by the last op of each."""
     ops = [op for op in graph.ops if not (op.runs or op.kind.between_replicas or op.kind.is_carried_out_by_others)]
-    users: defaultdict[Tensor, list[Op]] = defaultdict(list)
-    for op in graph.ops:
-        for t in {*op.inputs}:
-            users[t].append(op)
+    users = readers(graph)
     kept, known = {*graph.outputs}, {*ops}
     works = {op: op.remembered("work of a kernel", partial(_work, op)) for op in ops}
     found = {op: replace(work) for op, work in works.items() if work.kernels}
@@ -143,7 +140,7 @@ def _merged(graph: Graph) -> dict[Op, Work]:
         if op not in found or not _is_elementwise(op) or len(op.outputs) != 1:
             continue
         (result,) = op.outputs
-        by = users[result]
+        by = users.get(result, [])
         if len(by) == 1 and by[0] in known and by[0] in found and _is_elementwise(by[0]):
             own, into = found.pop(op), found[by[0]]
             nbytes = size_in_bytes(result)
@@ -182,12 +179,8 @@ def _primitives(traced: Any) -> Iterator[str]:
 def _products(traced: Any) -> Iterator[SizedProduct]:
     for equation in traced.eqns:
         if equation.primitive.name == "dot_general":
-            left, right = (v.aval for v in equation.invars[:2])
-            (inside, _), (beside, beside_right) = equation.params["dimension_numbers"]
-            depth, batch = (math.prod(left.shape[d] for d in each) for each in (inside, beside))
-            rows = left.size // max(1, depth * batch)
-            columns = right.size // max(1, depth * math.prod(right.shape[d] for d in beside_right))
-            product = Product(left.dtype.name.removeprefix("u"), "default")  # of uint8 as fast as of int8
-            yield SizedProduct(product, 2 * batch * rows * columns * depth, batch, rows, columns, depth)
+            dtype = equation.invars[0].aval.dtype.name.removeprefix("u")  # uint8 is as fast as int8
+            sizes = product_sizes(equation)
+            yield SizedProduct(Product(dtype, "default"), 2 * math.prod(sizes), *sizes)
         for each in traces_in(equation):
             yield from _products(each)

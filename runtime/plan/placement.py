@@ -33,7 +33,7 @@ def can_enter(op: Op, replicas: int = 1) -> bool:
     return whole and made and all(run.is_bound for run in runs)
 
 
-class Placement:
+class OpPlacement:
     """Placement of ops: of this class, all on one device, which stands for all IPUs as IPU 0.
 
     Attributes:
@@ -59,7 +59,7 @@ class Placement:
         return None
 
 
-class IpuPlacement(Placement):
+class IpuPlacement(OpPlacement):
     """Placement of ops on their IPUs, which are separate devices.
 
     Attributes:

@@ -11,7 +11,7 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call, is_loop
 from popxl.graph import Graph
-from runtime.plan.placement import IpuPlacement, Placement, can_enter
+from runtime.plan.placement import IpuPlacement, OpPlacement, can_enter
 from runtime.plan.stacks import Stack, stacks_of
 from runtime.plan.structure import StructuralEncoder, Structure, Structures, encoded
 
@@ -45,7 +45,7 @@ class SegmentationPolicy:
 
     def __init__(self, main: Graph, smallest: int | None = SMALLEST, placement: IpuPlacement | None = None) -> None:
         self._structures = Structures(main)
-        self.placement = placement or Placement()
+        self.placement = placement or OpPlacement()
         self.not_owned: defaultdict[Op, set[Tensor]] = defaultdict(set)
         self._numbers_in = cache(lambda graph: self.numbers(graph.ops))
         for graph in () if placement is None else callees_first(main)[:-1]:  # so that none has to look far

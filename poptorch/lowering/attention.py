@@ -155,7 +155,7 @@ def _attention_with_weights(
         scores = _apply_mask(scores, mask)
     attention = softmax(scores, -1)
     if dropout_p:
-        attention = ops.dropout(attention, emission().seed(), dropout_p)
+        attention = ops.dropout(attention, emission().seeds.next(), dropout_p)
     return ops.matmul(attention, v), attention
 
 
@@ -206,4 +206,4 @@ def _combine_masks(masks: Sequence[popxl.Tensor]) -> Optional:
 
 
 def _seed(dropout: float) -> Optional:
-    return emission().seed() if dropout else None
+    return emission().seeds.next() if dropout else None

@@ -62,6 +62,54 @@ def spec_of(value: Value) -> popxl.TensorSpec:
     return popxl.TensorSpec(value.shape, popxl_dtype(value.dtype))
 
 
+class SeedSequence:
+    """Seeds for the random ops of a graph, each of which has its own.
+
+    Args:
+        source: function that returns a seed tensor; `None` where random numbers are not available.
+        derives: whether seeds are derived from that tensor; otherwise the source returns a new one for each op.
+    """
+
+    def __init__(self, source: Callable[[], popxl.Tensor] | None, derives: bool) -> None:
+        self._source, self._derives = source, derives
+        self._count = 0
+        self._manual: popxl.Tensor | None = None
+        self._saved: dict[int, tuple[popxl.Tensor | None, int]] = {}
+
+    def next(self) -> popxl.Tensor:
+        """Seed of the next random op: a numbered derivative of the program's seed, or of the manual one.
+
+        Raises:
+            poptorch.Error: if random numbers are not available.
+        """
+        if self._manual is not None and self._derives:
+            base = self._manual
+        elif self._source is None:
+            raise createPoptorchError("Random numbers are not available here.")
+        else:
+            base = self._source()
+            if not self._derives:
+                return base
+        self._count += 1
+        return _derived_seed(base, number=self._count)
+
+    def restart(self, seed: int | None) -> None:
+        """Derive subsequent seeds from a number, identically in every run; `None` returns to the program's seed."""
+        if seed is None:
+            self._manual = None  # the count continues: earlier seeds are in use
+            return
+        words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
+        self._manual, self._count = popxl.constant(words, popxl.uint32, "manual_seed"), 0
+
+    def save(self, number: int) -> None:
+        """Save the position in the sequence under a number, for `restore`."""
+        self._saved[number] = self._manual, self._count
+
+    def restore(self, number: int) -> None:
+        """Return to a saved position: the same seeds follow again."""
+        self._manual, self._count = self._saved[number]
+
+
 class Emission:
     """Writer of trace nodes into the current graph, with a mapping from values to tensors.
 
@@ -73,6 +121,7 @@ class Emission:
 
     Attributes:
         tensors: tensor of each value, by the value's `id`.
+        seeds: seeds of random ops.
         phases: phase of each emitted op, for a phased strategy.
         wanted: shapes and dtypes of the results of the current op.
     """
@@ -85,14 +134,10 @@ class Emission:
         recomputed: dict[popxl.Graph, list[popxl.Tensor]] | None = None,
     ) -> None:
         self.recomputed = {} if recomputed is None else recomputed
-        self._is_part = is_part
         self.tensors: dict[int, popxl.Tensor] = {}
         self.phases: dict[popxl.Op, int] = {}
-        self._seed = seed
+        self.seeds = SeedSequence(seed, derives=not is_part)
         self._placed = placed
-        self._drawn = 0
-        self._fixed: popxl.Tensor | None = None
-        self._random_states: dict[int, tuple[popxl.Tensor | None, int]] = {}
         self._functions: dict[Trace, _Function] = {}
         self.wanted: tuple[popxl.TensorSpec, ...] = ()
 
@@ -108,32 +153,6 @@ class Emission:
             raise createPoptorchError(f"{node.op} at {node.source}: its result number {number} is not supported.")
         return self.tensors[id(value)]
 
-    def seed(self) -> popxl.Tensor:
-        """A unique seed per op: a numbered derivative of the program's seed, or of `reseed`'s."""
-        if self._fixed is None and self._seed is None:
-            raise createPoptorchError("Random numbers are not available here.")
-        if self._is_part:
-            return self._seed()  # type: ignore[misc]
-        self._drawn += 1
-        base = self._fixed if self._fixed is not None else self._seed()  # type: ignore[misc]
-        return _derived_seed(base, number=self._drawn)
-
-    def reseed(self, seed: int | None) -> None:
-        """Seed subsequent ops identically in every run; `None` restores the program's seed."""
-        if seed is None:
-            self._fixed = None  # `_drawn` continues: earlier numbers are in use
-            return
-        words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
-        self._fixed, self._drawn = popxl.constant(words, popxl.uint32, "manual_seed"), 0
-
-    def keep_random_state(self, number: int) -> None:
-        """Save the random state under a number, for `restore_random_state`."""
-        self._random_states[number] = self._fixed, self._drawn
-
-    def restore_random_state(self, number: int) -> None:
-        """Restore a saved random state: subsequent ops repeat its sequence of seeds."""
-        self._fixed, self._drawn = self._random_states[number]
-
     def call(self, trace: Trace, inputs: Sequence[popxl.Tensor], name: str) -> tuple[popxl.Tensor, ...]:
         """Call a trace as a subgraph, shared between all its calls."""
         function = self._function(trace, name)
@@ -146,7 +165,7 @@ class Emission:
         graph = function.graph
         carried = list(inputs)
         if function.seeds:  # a seed that changes is carried along
-            carried = [self.seed(), *inputs]
+            carried = [self.seeds.next(), *inputs]
             graph = popxl.gir().create_empty_graph("for_loop_turn")
             with graph:
                 seed, *given = [popxl.graph_input(t.shape, t.dtype, t.name) for t in (*carried, *outer)]
@@ -178,7 +197,7 @@ class Emission:
         return self._functions[trace]
 
     def _seed_for(self, function: _Function) -> list[popxl.Tensor]:
-        return [self.seed() for _ in function.seeds]
+        return [self.seeds.next() for _ in function.seeds]
 
     def write(self, nodes: Sequence[Node]) -> None:
         """Emit nodes as ops of the current graph.

@@ -21,7 +21,7 @@ def fps(src: popxl.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start:
     found = []
     for start, stop in zip(ptr[:-1], ptr[1:], strict=True):
         count = math.ceil(ratio * (stop - start))
-        seed = emission().seed() if random_start else None
+        seed = emission().seeds.next() if random_start else None
         found.append(_farthest_points(src[start:stop], seed, count=count) + start)
     return ops.concat(found, 0)
 

@@ -27,7 +27,7 @@ def _draw(name: str, function: Callable[..., Any], gradient: Any = None) -> Call
         return function(jax.random.wrap_key_data(seed, impl="threefry2x32"), *arrays, **numbers)
 
     kind: OpKind = jax_op(title=f"Random{name}", gradient=gradient)(round_once(from_seed))
-    return lambda *parameters, **numbers: kind(emission().seed(), *parameters, **numbers)
+    return lambda *parameters, **numbers: kind(emission().seeds.next(), *parameters, **numbers)
 
 
 # Uniform and normal ---------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def _draw(name: str, function: Callable[..., Any], gradient: Any = None) -> Call
 
 def uniform(shape: Sequence[int], dtype: popxl.dtype, low: float = 0, high: float = 1) -> popxl.Tensor:
     """Uniform random numbers from `low` to `high`."""
-    return ops.random_uniform(emission().seed(), tuple(shape), low, high, dtype)
+    return ops.random_uniform(emission().seeds.next(), tuple(shape), low, high, dtype)
 
 
 @lowers("aten.rand", "aten.rand_like")
@@ -61,9 +61,9 @@ def normal(mean: Number | popxl.Tensor = 0, std: Number | popxl.Tensor = 1, **li
     if isinstance(mean, popxl.Tensor) or isinstance(std, popxl.Tensor):
         return _normal(*(cast_like(each, wanted.dtype) for each in (mean, std)), shape=wanted.shape)
     if wanted.dtype.is_complex:  # both parts have half of the variance
-        parts = ops.random_normal(emission().seed(), (*wanted.shape, 2), 0, std / math.sqrt(2))
+        parts = ops.random_normal(emission().seeds.next(), (*wanted.shape, 2), 0, std / math.sqrt(2))
         return ops.view_as_complex(parts) + mean
-    return ops.random_normal(emission().seed(), wanted.shape, mean, std, wanted.dtype)
+    return ops.random_normal(emission().seeds.next(), wanted.shape, mean, std, wanted.dtype)
 
 
 _normal = _draw("Normal", lambda key, mean, std, *, shape: mean + std * jax.random.normal(key, shape, mean.dtype))
@@ -71,7 +71,7 @@ _normal = _draw("Normal", lambda key, mean, std, *, shape: mean + std * jax.rand
 
 @lowers("aten.log_normal_")
 def log_normal(mean: float = 1, std: float = 2, **like: Any) -> popxl.Tensor:
-    return ops.exp(ops.random_normal(emission().seed(), emission().wanted[0].shape, mean, std))
+    return ops.exp(ops.random_normal(emission().seeds.next(), emission().wanted[0].shape, mean, std))
 
 
 # Other univariate distributions ---------------------------------------------------------------------------------------
@@ -173,9 +173,9 @@ _multinomial = _draw("Multinomial", _categories)
 # The generator --------------------------------------------------------------------------------------------------------
 
 
-lowers("poptorch.manual_seed")(lambda seed: emission().reseed(seed))
-lowers("poptorch.get_rng_state")(lambda number: emission().keep_random_state(number))
-lowers("poptorch.set_rng_state")(lambda number: emission().restore_random_state(number))
+lowers("poptorch.manual_seed")(lambda seed: emission().seeds.restart(seed))
+lowers("poptorch.get_rng_state")(lambda number: emission().seeds.save(number))
+lowers("poptorch.set_rng_state")(lambda number: emission().seeds.restore(number))
 
 
 # Dropout --------------------------------------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ def dropout(input: popxl.Tensor, p: float | popxl.Tensor, training: bool) -> pop
     if not training:
         return ops.identity(input)
     if isinstance(p, popxl.Tensor):
-        kept = ops.random_uniform(emission().seed(), input.shape) >= p
+        kept = ops.random_uniform(emission().seeds.next(), input.shape) >= p
         return input * (ops.cast(kept, popxl.float32) / ops.maximum(1 - p, popxl.constant(1e-30, popxl.float32)))
     if p == 0:
         return ops.identity(input)
-    return input * 0 if p == 1 else ops.dropout(input, emission().seed(), p)
+    return input * 0 if p == 1 else ops.dropout(input, emission().seeds.next(), p)

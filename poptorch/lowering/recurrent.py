@@ -210,7 +210,7 @@ def _stacked(name: str) -> Callable[..., Any]:
         last: list[Tensors] = []
         for layer in range(num_layers):
             if layer and train and dropout:
-                x = ops.dropout(x, emission().seed(), dropout)
+                x = ops.dropout(x, emission().seeds.next(), dropout)
             outs = []
             for backwards in range(directions):
                 number = layer * directions + backwards

@@ -169,32 +169,20 @@ _WatchedModule = type("_WatchedModule", (_Watched,), {name: _announcing(name) fo
 # Events of tensors ----------------------------------------------------------------------------------------------------
 
 
-def _hook(observer: Observer, handle: Any) -> None:
-    observer.on_hook(handle)
-
-
-def _requires_grad(observer: Observer, result: Any) -> None:
-    observer.on_requires_grad()
-
-
-def _data_access(observer: Observer, result: Any) -> None:
-    observer.on_data_access()
-
-
 def _gradient_read(observer: Observer, gradient: torch.Tensor | None) -> None:
     if gradient is None:
         observer.on_missing_gradient(sys._getframe(2).f_globals.get("__name__", ""))  # called by __torch_function__
 
 
-_of_tensors: Any = torch.Tensor
+_tensor: Any = torch.Tensor
 _EVENTS: dict[Any, Callable[[Observer, Any], None]] = {
-    _of_tensors.register_hook: _hook,
-    _of_tensors.register_post_accumulate_grad_hook: _hook,
-    _of_tensors.requires_grad_: _requires_grad,
-    _of_tensors.requires_grad.__set__: _requires_grad,
-    _of_tensors.data.__get__: _data_access,
-    _of_tensors.data.__set__: _data_access,
-    _of_tensors.grad.__get__: _gradient_read,
+    _tensor.register_hook: lambda observer, handle: observer.on_hook(handle),
+    _tensor.register_post_accumulate_grad_hook: lambda observer, handle: observer.on_hook(handle),
+    _tensor.requires_grad_: lambda observer, _: observer.on_requires_grad(),
+    _tensor.requires_grad.__set__: lambda observer, _: observer.on_requires_grad(),
+    _tensor.data.__get__: lambda observer, _: observer.on_data_access(),
+    _tensor.data.__set__: lambda observer, _: observer.on_data_access(),
+    _tensor.grad.__get__: _gradient_read,
 }
 """Functions of tensors with events, which receive their results."""
 

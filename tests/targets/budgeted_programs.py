@@ -11,31 +11,29 @@ from popxl import ops
 from popxl_addons import optimizers
 from popxl_addons.layers import MLP, Attention, TransformerBlock
 
-MICRO_BATCHES, TOKENS, WIDTH = 6, 256, 256
-MORE_ON_TPUS = 8  # times as many samples: smaller activations stay in VMEM, 128 MB within a chip
-
-
-def samples_on(target: str, samples: int) -> int:
-    """The samples of a program with so many on other targets."""
-    return samples * (MORE_ON_TPUS if target.startswith("tpu") else 1)
+MICRO_BATCHES = 6
+LAYERS, WIDTH, HEADS, TOKENS, PATCHES = 12, 768, 12, 512, 196
+"""Those of base models: BERT, a vision transformer and an MLP-Mixer of images of 224 by 224 pixels."""
 
 
 class Stage(addons.Module):
-    """Two transformer blocks."""
+    """Half of the transformer blocks."""
 
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
-        facts, block = TransformerBlock(Attention(4), MLP(1024, activation="gelu"), norm="layer").create_graph(x)
-        for i in range(2):
+        facts, block = TransformerBlock(Attention(HEADS), MLP(4 * WIDTH, activation="gelu"), norm="layer").create_graph(
+            x
+        )
+        for i in range(LAYERS // 2):
             (x,) = block.bind(self.add_variable_inputs(f"layer{i}", facts)).call(x)
         return x
 
 
-def pipeline(target: str, dtype: popxl.dtype, memory: Any) -> popxl.Ir:
+def pipeline(dtype: popxl.dtype, memory: Any) -> popxl.Ir:
     """A training step of two stages on two devices, each with a stage's variables, by one schedule."""
     ir = popxl.Ir()
     ir.num_host_transfers = MICRO_BATCHES
     with ir.main_graph, popxl.in_sequence():
-        x = popxl.h2d_stream((samples_on(target, 2), TOKENS, WIDTH), dtype, "x")
+        x = popxl.h2d_stream((4, TOKENS, WIDTH), dtype, "x")
         facts, graph = Stage().create_graph(x.spec)
         names, outputs = graph.args.keys_flat(), graph.graph.outputs
         trained = [graph.args[name] for name in names]
@@ -78,11 +76,13 @@ def encoder() -> tuple[Any, tuple[int, ...]]:
             self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            heads = self.heads(self.norms[0](x)).unflatten(-1, (3, 4, WIDTH // 4)).movedim(-3, 0).transpose(-3, -2)
+            heads = (
+                self.heads(self.norms[0](x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).movedim(-3, 0).transpose(-3, -2)
+            )
             x = x + self.mix(F.scaled_dot_product_attention(*heads).transpose(-3, -2).flatten(-2))
             return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
-    return _summed([Block() for _ in range(4)]), (4, TOKENS, WIDTH)
+    return _summed([Block() for _ in range(LAYERS)]), (16, TOKENS, WIDTH)
 
 
 def mixer() -> tuple[Any, tuple[int, ...]]:
@@ -94,15 +94,15 @@ def mixer() -> tuple[Any, tuple[int, ...]]:
             super().__init__()
             self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(WIDTH) for _ in range(2))
             self.tokens, self.channels = (
-                torch.nn.Sequential(torch.nn.Linear(n, 2 * n), torch.nn.SiLU(), torch.nn.Linear(2 * n, n))
-                for n in (TOKENS, WIDTH)
+                torch.nn.Sequential(torch.nn.Linear(n, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, n))
+                for n, hidden in ((PATCHES, WIDTH // 2), (WIDTH, 4 * WIDTH))
             )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x + self.tokens(self.norms[0](x).transpose(1, 2)).transpose(1, 2)
             return x + self.channels(self.norms[1](x))
 
-    return _summed([Block() for _ in range(4)]), (8, TOKENS, WIDTH)
+    return _summed([Block() for _ in range(LAYERS)]), (64, PATCHES, WIDTH)
 
 
 def _summed(blocks: Any) -> Any:
@@ -131,7 +131,7 @@ def torch_session(
     import poptorch
 
     torch.manual_seed(0)
-    model, (samples, *rest) = made()
+    model, shape = made()
     options = poptorch.Options()
     if target != "cpu":
         options.useOfflineIpuTarget(target)
@@ -140,7 +140,7 @@ def torch_session(
     dtype = torch.bfloat16 if target.startswith("tpu") else torch.float32
     model.to(dtype)
     run = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.1))
-    run.compile(torch.zeros(samples_on(target, samples), *rest, dtype=dtype))
+    run.compile(torch.zeros(shape, dtype=dtype))
     return poptorch.sessionOf(run)
 
 

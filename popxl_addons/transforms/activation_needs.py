@@ -39,6 +39,7 @@ def graph_needs(
     calls = [*calls_in(model)]
     places = [i for i, (op, _) in enumerate(calls) if info.forward_graph in op.called_graphs]
     counts = [calls[i][1] for i in places] or [1]
+    variables = {*_variables(info.forward_graph, model)}
     return GraphNeeds(
         name=name,
         calls=sum(counts),
@@ -46,7 +47,8 @@ def graph_needs(
         read=read,
         ops=tuple(_op_needs(info.forward_graph, paths, _factors_of(info))),
         steps=tuple(_steps(info.graph)),
-        gradients=_gradient_bytes(info, model, backward),
+        gradients=sum(_nbytes(t) for t in info.outputs if t in variables),
+        waiting_gradients=_waiting_bytes(info, variables, backward),
         ends=tuple(accumulate(counts[:-1])),
         span=(min(places, default=0), max(places, default=0)),
         held=held,
@@ -184,12 +186,8 @@ def _steps(graph: popxl.Graph) -> Iterator[int]:
         yield sum(size for (first, last), size in made if first <= number <= last)
 
 
-def _gradient_bytes(info: GradGraphInfo, model: popxl.Graph, backward: popxl.Graph) -> int:
-    """Bytes of a call's gradients for variables that wait for other gradients: for a norm of all of them, for example.
-
-    Others are free as soon as their variables are updated.
-    """
-    variables = {*info.outputs}.intersection(_variables(info.forward_graph, model))
+def _waiting_bytes(info: GradGraphInfo, variables: set[popxl.Tensor], backward: popxl.Graph) -> int:
+    """Bytes of a call's gradients for variables whose updates wait for other gradients: for a norm of all of them."""
     places = [i for i, t in enumerate(info.outputs) if t in variables]
     gradients = {t for call in backward.call_sites for i in places for t in _returned(call.outputs[i])}
     held = set[popxl.Tensor]()

@@ -58,6 +58,8 @@ class Compiled(NamedTuple):
             host last.
         applied: object that applied the plan: its `needs` are the graphs, its `plan` is the applied plan, and
             `plan_with(treatments)` another plan for the same program.
+        updates_early: whether variables are updated as soon as their gradients are known, and kernels hold little
+            beside activations: on GPUs and TPUs, except between noinline calls.
         fuses_factors: whether products compute their factors from operands in memory: on TPUs.
     """
 
@@ -69,20 +71,20 @@ class Compiled(NamedTuple):
     release: Release
     divisions: tuple[Division, ...]
     applied: Any
+    updates_early: bool = False
     fuses_factors: bool = False
 
     @property
     def needs(self) -> Sequence[GraphNeeds]:
         """What the planned graphs need on the device."""
         needs: Sequence[GraphNeeds] = self.applied.needs
+        if self.updates_early:
+            needs = [g.with_early_updates() for g in needs]
         return [g.with_fused_factors() for g in needs] if self.fuses_factors else needs
 
     def weight(self, planned: int) -> float:
-        """Bytes of the peak for a planned byte, by estimate.
-
-        The kernels of noinline calls hold further values beside activations.
-        """
-        if self.release != "call":
+        """Bytes of the peak for a planned byte, by estimate: kernels may hold further values beside activations."""
+        if self.updates_early:
             return 1.0
         return min(max((self.memory.temporaries or 0) / planned, 1.0), 2.0) if planned else 1.0
 
@@ -107,6 +109,7 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
     release = "read" if applied[0].is_whole else _RELEASES.get(program.layout.mode, "call")
     offloadable = frozenset(_offloadable(program, applied[0].names))
     memory, cost = memory_of_program(ir, program), cost_of(program)
+    platform = program.layout.compile_target.platform
     return Compiled(
         ir,
         memory,
@@ -116,7 +119,8 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
         release,
         tuple(_divisions(program, requested)),
         applied[0],
-        fuses_factors=program.layout.compile_target.platform == "tpu",
+        updates_early=platform != "cpu" and release != "call",
+        fuses_factors=platform == "tpu",
     )
 
 

@@ -101,6 +101,8 @@ class GraphNeeds:
         ops: the ops that compute them, in order.
         steps: bytes of the gradient's own values in each step of the backward call.
         gradients: bytes that a backward call leaves until the end of the step: gradients of variables.
+        waiting_gradients: the same where variables are updated as soon as possible: gradients of updates that wait for
+            others, as for a norm of all.
         ends: numbers of calls after which a group of calls may end.
         span: first and last of its calls, among those of all graphs in the order of the step.
         held: number of steps that have their activations in memory at a time: micro-batches of a pipeline's stage.
@@ -117,11 +119,16 @@ class GraphNeeds:
     ends: tuple[int, ...] = ()
     span: tuple[int, int] = (0, 0)
     held: int = 1
+    waiting_gradients: int = 0
     as_read: bool = False
 
     def with_fused_factors(self) -> GraphNeeds:
         """The same graph on devices whose products compute their factors from operands in memory."""
         return replace(self, ops=tuple(op.with_fused_factors() for op in self.ops))
+
+    def with_early_updates(self) -> GraphNeeds:
+        """The same graph where variables are updated as soon as possible."""
+        return replace(self, gradients=self.waiting_gradients)
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int, int], ...]:

@@ -551,13 +551,14 @@ def needs_of_wide_layers(optimizer: Any) -> GraphNeeds:
 @pytest.mark.parametrize(("clip_norm", "waiting"), [(None, 0), (1.0, 4 * 16 * 24)])
 def test_gradients_wait_where_a_norm_of_all_is_needed(clip_norm: float | None, waiting: int) -> None:
     """Else the gradients of a call are free when its variables are updated."""
-    assert needs_of_wide_layers(partial(optimizers.adamw, lr=0.1, clip_norm=clip_norm)).gradients == waiting
+    g = needs_of_wide_layers(partial(optimizers.adamw, lr=0.1, clip_norm=clip_norm))
+    assert g.waiting_gradients == g.with_early_updates().gradients == waiting
 
 
 def test_products_on_tpus_compute_their_factors_from_kept_operands() -> None:
     """XLA fuses the function into the products there: with its operand kept, the result takes no memory, and no op has
     to run again by itself. On GPUs products read it from memory."""
-    g = needs_of_wide_layers(partial(optimizers.sgd, lr=0.1))
+    g = needs_of_wide_layers(partial(optimizers.sgd, lr=0.1)).with_early_updates()
     everything, size = keep_all([g], "read").bytes, 4 * 6 * 24
     assert g.bytes == {"matmul_out": size, "gelu_out": size, "w_T": 0}
     assert keep_all([g.with_fused_factors()], "read").bytes == everything - 2 * size  # in the last call it is read

@@ -27,7 +27,8 @@ def test_recomputed_layers_wait_for_their_gradients() -> None:
 @pytest.mark.targets
 def test_a_layer_recomputes_after_all_gradients_of_the_next() -> None:
     """XLA postpones gradients of weights, and keeps their operands beside what the layer before recomputes."""
-    assert of_policy("ring attention", "nothing").device <= 45e6
+    kept, recomputed = (of_policy("ring attention", policy).device for policy in ("everything", "nothing"))
+    assert recomputed <= 0.35 * kept
 
 
 @pytest.mark.targets

@@ -61,10 +61,10 @@ class OpNeeds:
         dtype: dtype of the factors.
         is_fused: whether the first result is fused into the kernels that read it, and so not in memory, if these are in
             the same graph.
+        exchanges: collectives, which cost nothing beyond their bytes in memory without published figures.
         fused_bytes: the same as `bytes` on devices whose products compute their factors from operands in memory, if the
             first result is fused there.
         statistics: further results, with which the first one is elementwise: a mean.
-        exchanges: collectives, which cost nothing beyond their bytes in memory without published figures.
     """
 
     operands: tuple[str, ...]
@@ -73,9 +73,9 @@ class OpNeeds:
     bytes: int
     dtype: str
     is_fused: bool = False
+    exchanges: tuple[ReplicaExchange, ...] = ()
     fused_bytes: int | None = None
     statistics: tuple[str, ...] = ()
-    exchanges: tuple[ReplicaExchange, ...] = ()
 
     def seconds(self, chip: Chip | None) -> float:
         """How long it takes by published figures."""
@@ -101,12 +101,12 @@ class GraphNeeds:
         ops: the ops that compute them, in order.
         steps: bytes of the gradient's own values in each step of the backward call.
         gradients: bytes that a backward call leaves until the end of the step: gradients of variables.
-        waiting_gradients: the same where variables are updated as soon as possible: gradients of updates that wait for
-            others, as for a norm of all.
         ends: numbers of calls after which a group of calls may end.
         span: first and last of its calls, among those of all graphs in the order of the step.
         held: number of steps that have their activations in memory at a time: micro-batches of a pipeline's stage.
         as_read: whether activations are recomputed right before they are read; else when the backward call begins.
+        waiting_gradients: `gradients` where variables are updated as soon as possible: gradients of updates that wait
+            for others, as for a norm of all.
     """
 
     name: str
@@ -119,8 +119,8 @@ class GraphNeeds:
     ends: tuple[int, ...] = ()
     span: tuple[int, int] = (0, 0)
     held: int = 1
-    waiting_gradients: int = 0
     as_read: bool = False
+    waiting_gradients: int = 0
 
     def with_fused_factors(self) -> GraphNeeds:
         """The same graph on devices whose products compute their factors from operands in memory."""

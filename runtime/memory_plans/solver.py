@@ -150,7 +150,8 @@ class _Columns:
             return "keep"
         if path in self.offloaded and taken[self.offloaded[path]]:
             return "offload"
-        is_fused = path in self.graph.read and any(taken[column] for column in self.known_to_gradient(path))
+        column = self.fused_into_readers(path)
+        is_fused = path in self.graph.read and column is not None and taken[column]
         return "keep" if is_fused and not taken[self.recomputed[self.makers[path]]] else "recompute"
 
 

@@ -1,7 +1,11 @@
 """The site: Sphinx over the pages of this repository where they lie, and the API reference. `docs/build` builds it."""
 
+import builtins
 import sys
 from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
@@ -93,6 +97,13 @@ def with_contents(app, docname, source) -> None:
         source[0] += CONTENTS.replace("TUTORIALS", "\n".join(names))
 
 
+def unlink_builtins(app, doctree) -> None:
+    """Python's own types have no page here: Sphinx would link `bytes` to an attribute of that name, if there is one."""
+    for link in list(doctree.findall(addnodes.pending_xref)):
+        if link["refdomain"] == "py" and hasattr(builtins, link["reftarget"]):
+            link.replace_self(nodes.Text(link["reftarget"]))
+
+
 def write_first_page(app, problem) -> None:
     """Browsers and servers look for `index.html`."""
     if problem is None and app.builder.name == "html":
@@ -103,4 +114,5 @@ def write_first_page(app, problem) -> None:
 def setup(app) -> None:
     app.connect("config-inited", lambda app, config: reference.write(ROOT / "docs" / "api") and None)
     app.connect("source-read", with_contents)
+    app.connect("doctree-read", unlink_builtins)
     app.connect("build-finished", write_first_page)

@@ -16,20 +16,28 @@ from popxl.base.arrays import Array
 class PackedArray:
     """An array of values with equal shape and dtype, during tracing.
 
+    Args:
+        shape: as the attribute; by default that of the array without its first dimension.
+
     Attributes:
         array: the current contents; the first dimension is the slot number.
         is_given: whether it is an input of the program. Other packed arrays are computed, in the precision that their
             users need.
+        shape: shape of a value. In the array, values may have further leading dimensions of size one.
     """
 
-    __slots__ = ("array", "is_given")
+    __slots__ = ("array", "is_given", "shape")
 
-    def __init__(self, array: Array, *, is_given: bool = False) -> None:
-        self.array, self.is_given = array, is_given
+    def __init__(self, array: Array, *, is_given: bool = False, shape: tuple[int, ...] | None = None) -> None:
+        self.array, self.is_given, self.shape = array, is_given, array.shape[1:] if shape is None else shape
 
     def with_array(self, array: Array) -> PackedArray:
         """A packed array with other contents, inside a loop iteration."""
-        return PackedArray(array, is_given=self.is_given)
+        return PackedArray(array, is_given=self.is_given, shape=self.shape)
+
+    def as_row(self, value: Array) -> Array:
+        """A value in the shape that it has in the array."""
+        return value.reshape(self.array.shape[1:])
 
 
 class PackedSlot(NamedTuple):
@@ -40,11 +48,12 @@ class PackedSlot(NamedTuple):
 
     def slice_value(self) -> Array:
         """Slice the current value."""
-        return lax.index_in_dim(self.packed.array, self.number, keepdims=False)
+        return lax.index_in_dim(self.packed.array, self.number, keepdims=False).reshape(self.packed.shape)
 
     def write(self, value: Array) -> None:
         """Update the value."""
-        self.packed.array = lax.dynamic_update_index_in_dim(self.packed.array, value, self.number, 0)
+        packed = self.packed
+        packed.array = lax.dynamic_update_index_in_dim(packed.array, packed.as_row(value), self.number, 0)
 
 
 def load(place: Array | PackedSlot) -> Array:

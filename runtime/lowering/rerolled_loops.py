@@ -254,11 +254,12 @@ class _Slice(NamedTuple):
         """Slice the values of all storages."""
         count = len(self.names)
         rows = lax.dynamic_slice_in_dim(array, row, count, allow_negative_indices=False)
-        return ((name, lax.index_in_dim(rows, n, keepdims=False)) for n, name in enumerate(self.names))
+        values = (lax.index_in_dim(rows, n, keepdims=False) for n in range(count))
+        return zip(self.names, (value.reshape(self.packed.shape) for value in values), strict=True)
 
     def updated(self, array: Array, row: Array, after: Environment) -> Array:
         """Update the packed array with an iteration's values."""
-        rows = jnp.stack([after.value_of(name) for name in self.names])
+        rows = jnp.stack([self.packed.as_row(after.value_of(name)) for name in self.names])
         return lax.dynamic_update_slice_in_dim(array, rows, row, 0, allow_negative_indices=False)
 
 
@@ -305,11 +306,16 @@ def pack_together(environment: Environment, storages: Sequence[Tensor]) -> None:
 
 
 def _allocate_output(output: LoopOutput, environment: Environment) -> PackedArray:
-    """Allocate a packed array for loop outputs."""
+    """Allocate a packed array for loop outputs.
+
+    In host memory, scalars and vectors have rows of two dimensions: XLA for TPUs cannot copy single rows of a matrix to
+    or from it, and aborts.
+    """
     t = output.storage
-    array = lax.empty((len(output.rows), *t.shape), t.dtype.as_jax())  # iterations fill all of it
-    if is_offloaded(t):
-        array = in_host_memory(array)
+    is_on_host = is_offloaded(t)
+    row = (1,) * (2 - len(t.shape)) + t.shape if is_on_host else t.shape
+    array = lax.empty((len(output.rows), *row), t.dtype.as_jax())  # iterations fill all of it
+    packed = PackedArray(in_host_memory(array) if is_on_host else array, shape=t.shape)
     if output.first is not None:
-        array = lax.dynamic_update_index_in_dim(array, environment.value_of(output.first), 0, 0)
-    return PackedArray(array)
+        PackedSlot(packed, 0).write(environment.value_of(output.first))
+    return packed

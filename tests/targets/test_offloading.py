@@ -13,6 +13,7 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl_addons import optimizers
+from popxl_addons.layers import LayerNorm
 
 LAYERS, ROWS, HIDDEN = 3, 8192, 2048
 
@@ -23,20 +24,37 @@ class Layer(addons.Module):
         return ops.sin(ops.tanh(x @ w)) @ w.T
 
 
-class Deep(addons.Module):
+class Normalised(Layer):
+    """A gradient reads the mean of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = LayerNorm()
+
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
-        facts, graph = Layer().create_graph(x)
+        return super().build(self.norm(x))
+
+
+class Deep(addons.Module):
+    def __init__(self, layer: type[addons.Module]) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        facts, graph = self.layer().create_graph(x)
         for i in range(LAYERS):
             (x,) = graph.bind(self.add_variable_inputs(f"layer{i}", facts)).call(x)
         return ops.mean(x * x)
 
 
-def program(memory: Any, way: Any = "rolled") -> tuple[popxl.Ir, addons.MemoryPlan]:
+def program(
+    memory: Any, way: Any = "rolled", layer: type[addons.Module] = Layer, rows: int = ROWS
+) -> tuple[popxl.Ir, addons.MemoryPlan]:
     ir = popxl.Ir()
     ir.options.calledGraphs = way
     with ir.main_graph, popxl.in_sequence():
-        x = popxl.h2d_stream((ROWS, 128), popxl.float32, "x")
-        step = addons.train_step(Deep(), x, optimizer=partial(optimizers.sgd, lr=0.1), memory=memory)
+        x = popxl.h2d_stream((rows, 128), popxl.float32, "x")
+        step = addons.train_step(Deep(layer), x, optimizer=partial(optimizers.sgd, lr=0.1), memory=memory)
         addons.host_store(step.loss)
     assert step.memory is not None
     return ir, step.memory
@@ -56,6 +74,14 @@ def test_stacks_of_loops_are_on_the_host(target: str) -> None:
     assert kept.temporaries_on_host == 0 and memory.temporaries_on_host >= stacks
     assert memory.temporaries <= kept.temporaries - stacks * (LAYERS - 1) / LAYERS
     assert re.search(r"\d+ in a run have other kernels beside them, and \d+ have none", str(offloaded.report.offloaded))
+
+
+@pytest.mark.targets
+def test_loops_on_tpus_copy_vectors_to_the_host() -> None:
+    """XLA for TPUs aborts if a loop copies single rows of a matrix."""
+    _, plan = program("everything", layer=Normalised, rows=1000)
+    ir, _ = program(plan.with_treatments("offload", "norm/*mean"), layer=Normalised, rows=1000)
+    assert popxl.Session(ir, popxl.Target("tpu v5e")).memory().temporaries_on_host >= LAYERS * 1000 * 4
 
 
 @pytest.mark.targets

@@ -17,7 +17,7 @@ from runtime.costs.executables import chip_of
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
 from runtime.program.compiled import CompiledProgram
-from runtime.progress import stage
+from runtime.progress import report, stage
 
 
 class _Frozen(BaseModel):
@@ -114,14 +114,12 @@ class CompiledTrial(NamedTuple):
     problem: str = ""
 
 
-def fit(compiled: Callable[[], CompiledTrial], told: Callable[[str], object]) -> Fit:
+def fit(compiled: Callable[[], CompiledTrial]) -> Fit:
     """Compile a program for each combination of its choices, but for those that the environment has made. Ctrl-C
-    returns the combinations tried so far.
+    returns the combinations tried so far. Reports each with its result, and unknown choices of the environment.
 
     Args:
         compiled: function that runs the program up to its first run on a device.
-        told: function called with a line after each combination: its choices, and their result; and with one about
-            choices of the environment that the program has not asked for.
 
     Raises:
         PopxlError: if the program has no choices, makes no session, or cannot be compiled with any of them.
@@ -142,9 +140,9 @@ def fit(compiled: Callable[[], CompiledTrial], told: Callable[[str], object]) ->
             break
         tried.append(found)
         if choices.options:
-            told(f"{len(tried)}: {found[0].line()}")
+            report(f"{len(tried)}: {found[0].line()}")
             if len(tried) == 1 and (unknown := unknown_in_environment(choices.options)):
-                told(unknown)
+                report(unknown)
         got = list(choices.selections().items())
         for number in range(len(taken), len(got)):
             name = got[number][0]

@@ -1,5 +1,7 @@
 """Progress of compilations and other long work: callbacks, and a progress line on terminals.
 
+`stage` and `report_compilation` say what happens now, `report` says what was found; the context has the callbacks.
+
 Nothing is shown in the first seconds of a compilation, or if standard error is not a terminal. The environment variable
 `POPXL_PROGRESS` changes that: `off` shows nothing; `on` shows it there too, line by line.
 """
@@ -46,6 +48,7 @@ class CompilationProgress:
 Callback = Callable[[CompilationProgress], object]
 
 _callback: ContextVar[Callback | None] = ContextVar("compilation_progress", default=None)
+_reader: ContextVar[Callable[[str], object]] = ContextVar("reporting", default=lambda line: None)
 
 
 @contextmanager
@@ -74,7 +77,8 @@ def compilation_progress(callback: Callback) -> Iterator[None]:
 
 
 class _ProgressLine:
-    """Progress line in standard error: a thread prints a text periodically. On terminals it is cleared at the end."""
+    """Progress line in standard error while a block runs: a thread prints a text periodically. On terminals it is
+    cleared at the end."""
 
     def __init__(self, text: Callable[[], str]) -> None:
         self._text = text
@@ -87,7 +91,10 @@ class _ProgressLine:
             self._thread = threading.Thread(target=self._show, name="progress line", daemon=True)
             self._thread.start()
 
-    def end(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -127,42 +134,61 @@ def stage(what: str) -> Iterator[None]:
         compiling = f", compiling {progress.what}" if progress.what else ""
 
     line = _ProgressLine(lambda: f"{what}{compiling}, {perf_counter() - start:.0f} s")
-    line.begin()
-    try:
-        with compilation_progress(note):
-            yield
-    finally:
-        line.end()
+    with line, compilation_progress(note):
+        line.begin()
+        yield
 
 
-class Watch:
-    """Context of a running compilation: `with Watch() as watch: watch.begins("the program", 0, 1); ...`."""
+@contextmanager
+def compilation() -> Iterator[None]:
+    """Show the progress of a program's compilation, from `report_compilation`, while a block runs."""
+    callback, start = _callback.get(), perf_counter()
+    now = CompilationProgress(0, 0, "", 0.0)
 
-    def __init__(self) -> None:
-        self._start = perf_counter()
-        self._now = CompilationProgress(0, 0, "", 0.0)
-        self._callback = _callback.get()
-        self._line = _ProgressLine(lambda: str(self._timed()))
+    def timed() -> CompilationProgress:
+        return replace(now, seconds=perf_counter() - start)
 
-    def begins(self, what: str, done: int, total: int) -> None:
-        """Report the start of compilation `what`, after `done` of `total` compilations."""
-        self._now = CompilationProgress(done, total, what, 0.0)
-        if self._callback is not None:
-            self._callback(self._timed())
+    def note(progress: CompilationProgress) -> None:
+        nonlocal now
+        now = progress
+        if callback is not None:
+            callback(timed())
         else:
-            self._line.begin()
+            line.begin()
 
-    def _timed(self) -> CompilationProgress:
-        return replace(self._now, seconds=perf_counter() - self._start)
+    with _ProgressLine(lambda: str(timed())) as line, compilation_progress(note):
+        yield
+    if callback is not None:
+        callback(replace(timed(), done=now.total, what=""))
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
-        self._line.end()
-        if self._callback is not None and exception is None:
-            self._now = replace(self._now, done=self._now.total, what="")
-            self._callback(self._timed())
+def report_compilation(what: str, done: int, total: int) -> None:
+    """Report the start of compilation `what`, after `done` of `total` compilations."""
+    if (callback := _callback.get()) is not None:
+        callback(CompilationProgress(done, total, what, 0.0))
+
+
+@contextmanager
+def reporting(callback: Callable[[str], object]) -> Iterator[None]:
+    """Call a function with each line that `report` is given while a block runs.
+
+    Example:
+        >>> lines = []
+        >>> with reporting(lines.append):
+        ...     report("1: 3 MB as compiled")
+        >>> lines
+        ['1: 3 MB as compiled']
+    """
+    token = _reader.set(callback)
+    try:
+        yield
+    finally:
+        _reader.reset(token)
+
+
+def report(line: str) -> None:
+    """Report a result of long work, such as of one compilation of several."""
+    _reader.get()(line)
 
 
 def _is_enabled() -> bool:

@@ -30,6 +30,7 @@ from runtime.inspection import report_of
 from runtime.machine import IdleMachine, LayoutMachine, Machine, TargetMachine
 from runtime.memory_plans.budget import plan_within
 from runtime.memory_plans.compiled import Compiled, planned_program
+from runtime.progress import reporting
 from runtime.session import Session
 from runtime.targets.devices import ask_for_cpu_devices
 from runtime.targets.offline import Target
@@ -261,7 +262,8 @@ def tune(asked: CommandArgs) -> int:
         return CompiledTrial(machine.programs, machine.problem)
 
     try:
-        found = fit(compiled, lambda line: print(line, file=sys.stderr, flush=True))
+        with reporting(_print_progress):
+            found = fit(compiled)
     except PopxlError as problem:
         return fail(f"tune: {problem}", 1)
     print(found)
@@ -287,7 +289,7 @@ def plan(asked: CommandArgs, budget: int, save: Path | None) -> int:
         return planned_program(machine.programs, open_memory)
 
     try:
-        found = plan_within(compiled, budget, lambda line: print(line, file=sys.stderr, flush=True))
+        found = plan_within(compiled, budget, _print_progress)
     except (PopxlError, ValueError) as problem:
         return fail(f"plan: {problem}", 1)
     print(found)
@@ -298,6 +300,10 @@ def plan(asked: CommandArgs, budget: int, save: Path | None) -> int:
     if asked.pages is not None:
         found.save(asked.pages / "plan.html")
     return 0
+
+
+def _print_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def fail(message: str, code: int) -> int:

@@ -17,6 +17,7 @@ from runtime.memory_plans.compiled import IN_ONE_PIECE, Compiled, Division
 from runtime.memory_plans.division import ESTIMATE_SHARE, DivisionEstimate
 from runtime.memory_plans.refusal import refusal
 from runtime.memory_plans.search import PlanSearch
+from runtime.progress import reporting
 
 _NEARLY = 1.3
 """Share of the budget that the step in one piece may need by estimate, to be tried before a second division."""
@@ -113,18 +114,19 @@ def plan_within(
     Raises:
         PopxlError: if no plan found is within the budget; the message has the smallest, and its largest values.
     """
-    whole = search = PlanSearch(compiled, budget, told)
-    search.try_everything()
-    first, tried = search.everything, [search]
-    for division in _order(first, budget) if not search.is_done else ():
-        search = whole
-        if division != whole.division:
-            search = PlanSearch(compiled, budget, told, division)
-            search.try_everything()
-            tried.append(search)
-        search.try_plans()
-        if search.fitting:
-            break
+    whole = search = PlanSearch(compiled, budget)
+    with reporting(told):
+        search.try_everything()
+        first, tried = search.everything, [search]
+        for division in _order(first, budget) if not search.is_done else ():
+            search = whole
+            if division != whole.division:
+                search = PlanSearch(compiled, budget, division)
+                search.try_everything()
+                tried.append(search)
+            search.try_plans()
+            if search.fitting:
+                break
     if not search.fitting:
         raise PopxlError(refusal([found for each in tried for found in each.compiled], first.needs, budget))
     best, count = search.best, sum(len(each.compiled) for each in tried)

@@ -10,7 +10,7 @@ from popxl.base.pages import bytes_text
 from runtime.memory_plans.compiled import IN_ONE_PIECE, Compiled, Division
 from runtime.memory_plans.needs import GraphNeeds
 from runtime.memory_plans.solver import Release, Solution, keep_all, most_bytes, solve
-from runtime.progress import stage
+from runtime.progress import report, stage
 
 COMPILATIONS = 3
 """How often a program is compiled at most: with everything kept, with the plan, and with the corrected plan."""
@@ -30,18 +30,13 @@ class PlanSearch:
 
     Args:
         compiled: function that builds a program as requested, and compiles it.
-        told: function called with a line after each compilation.
         division: what the program does besides.
     """
 
     def __init__(
-        self,
-        compiled: Callable[[MemoryRequest], Compiled],
-        budget: int,
-        told: Callable[[str], object],
-        division: Division = IN_ONE_PIECE,
+        self, compiled: Callable[[MemoryRequest], Compiled], budget: int, division: Division = IN_ONE_PIECE
     ) -> None:
-        self._compile_with, self._budget, self._told, self.division = compiled, budget, told, division
+        self._compile_with, self._budget, self.division = compiled, budget, division
         self._besides = "" if division == IN_ONE_PIECE else f", {division}"
         self._title = f"Memory plan within {bytes_text(budget)}{self._besides}"
         self.tried: list[tuple[Solution, Compiled]] = []
@@ -106,7 +101,7 @@ class PlanSearch:
 
     def _add(self, solution: Solution, found: Compiled) -> None:
         self.tried.append((solution, found))
-        self._told(
+        report(
             f"{len(self.tried)}: {bytes_text(found.memory.device)} as compiled, of {bytes_text(self._budget)}, with "
             f"{bytes_text(solution.bytes)} of activations{self._besides}"
         )

@@ -31,12 +31,12 @@ from runtime.plan.host_steps import HostSteps, LiveRange
 from runtime.plan.segments import Array, Run, Segment, described_state
 from runtime.plan.stages import stages_of
 from runtime.plan.structure import Structure
-from runtime.progress import Watch
+from runtime.progress import report_compilation
 from runtime.targets.compile_target import HOST
 from runtime.timeline import Recorder
 
 
-def compile_all(segments: Sequence[Segment], options_at: Mapping[int, CompileOptions], watch: Watch) -> None:
+def compile_all(segments: Sequence[Segment], options_at: Mapping[int, CompileOptions]) -> None:
     """Compile segments in parallel, using all CPU cores.
 
     They are traced one after the other in this thread, while XLA compiles earlier ones in other threads: the largest
@@ -48,12 +48,12 @@ def compile_all(segments: Sequence[Segment], options_at: Mapping[int, CompileOpt
     segments = sorted(segments, key=lambda segment: segment.size, reverse=True)
     is_divided = any(options.replicas.local_count < options.replicas.count for options in options_at.values())
     with CompilePool(1 if is_divided else os.cpu_count() or 1) as pool:
-        watch.begins(segments[0].name, 0, len(segments))
+        report_compilation(segments[0].name, 0, len(segments))
         compilations = [pool.submit(segment.lowered(options_at[segment.ipu])) for segment in segments]
         compiled = []
         for number, (segment, compilation) in enumerate(zip(segments, compilations, strict=True)):
             if number:
-                watch.begins(segment.name, number, len(segments))
+                report_compilation(segment.name, number, len(segments))
             compiled.append(compilation.result())
     for segment, executable in zip(segments, compiled, strict=True):
         segment.take(executable)
@@ -99,7 +99,6 @@ class Plan:
         channels: Mapping[int, Sequence[Stream | Failure]],
         options_at: Mapping[int, CompileOptions],
         ends: Mapping[int, tuple[Any, Any]],
-        watch: Watch,
     ) -> None:
         self.steps = steps
         self._variables = (*changed, *read)
@@ -133,7 +132,7 @@ class Plan:
         for segment in self.segments:
             if segment.structure.executable is None and not options_at[segment.ipu].compile_target.is_elsewhere:
                 fresh.setdefault(segment.structure, segment)
-        compile_all(tuple(fresh.values()), options_at, watch)
+        compile_all(tuple(fresh.values()), options_at)
 
     def __call__(
         self,

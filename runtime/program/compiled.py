@@ -30,7 +30,7 @@ from runtime.plan.segments import described_state
 from runtime.plan.structure import Structure, clear_cache
 from runtime.program.laying_out import layout_for
 from runtime.program.layout import Layout
-from runtime.progress import Watch
+from runtime.progress import compilation, report_compilation
 from runtime.targets.compile_target import HOST
 from runtime.targets.devices import Device
 
@@ -120,11 +120,11 @@ def _compiled(
         executables: result of an earlier `CompiledProgram.executables`; nothing is compiled then.
     """
     start = perf_counter()
-    with layout.precision(), recursing_into(layout.main), cache as is_cached, Watch() as watch:
+    with layout.precision(), recursing_into(layout.main), cache as is_cached, compilation():
         if layout.steps is None:
-            executable, text = _one_program(layout, executables, watch)
+            executable, text = _one_program(layout, executables)
         else:
-            executable = _plan(layout, layout.steps, executables, watch)
+            executable = _plan(layout, layout.steps, executables)
             text = executable.text
             _cached.update(executable.structures if is_cached else ())
     seconds = perf_counter() - start
@@ -143,12 +143,12 @@ def is_serializable(layout: Layout) -> bool:
 # As one program ------------------------------------------------------------------------------------------------------
 
 
-def _one_program(layout: Layout, executables: Sequence[Any] | None, watch: Watch) -> tuple[Any, Callable[[], str]]:
+def _one_program(layout: Layout, executables: Sequence[Any] | None) -> tuple[Any, Callable[[], str]]:
     """Compile the entire program as one executable. Returns it, and a function that returns its StableHLO."""
     if executables is not None:
         (executable,) = executables
         return executable, executable.as_text
-    watch.begins("the program", 0, 1)
+    report_compilation("the program", 0, 1)
     lowered = lowered_program(layout)
 
     def compile() -> Any:
@@ -221,7 +221,7 @@ def end_run(
 # As a plan -----------------------------------------------------------------------------------------------------------
 
 
-def _plan(layout: Layout, steps: HostSteps, executables: Sequence[Any] | None, watch: Watch) -> Plan:
+def _plan(layout: Layout, steps: HostSteps, executables: Sequence[Any] | None) -> Plan:
     """Compile the program as segments, executed sequentially by the host."""
     buffers = {buffer: layout.homes[buffer] for buffer in layout.buffers}
     channels = {ipu: _channels_in(ipu, layout, steps) for ipu in layout.compile_options}
@@ -235,7 +235,7 @@ def _plan(layout: Layout, steps: HostSteps, executables: Sequence[Any] | None, w
         ends = dict(zip(with_ends, pairs, strict=False))
         held = _adopt(layout, steps, executables[2 * len(with_ends) :])
     streams = (layout.used_inputs, layout.outputs)
-    plan = Plan(steps, layout.changed, layout.read, buffers, *streams, channels, layout.compile_options, ends, watch)
+    plan = Plan(steps, layout.changed, layout.read, buffers, *streams, channels, layout.compile_options, ends)
     del held  # the segments have them by now
     return plan
 

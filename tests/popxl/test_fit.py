@@ -18,6 +18,7 @@ from runtime.costs.memory import least_memory_of, memory_of_program
 from runtime.fitting import CompiledTrial, Fit, Tried, fit
 from runtime.program.compiled import compile_program
 from runtime.program.laying_out import layout_for
+from runtime.progress import reporting
 from runtime.targets.chip import Cpu
 from runtime.targets.devices import model_device
 
@@ -111,8 +112,9 @@ def test_choices_that_depend_on_others() -> None:
         seen.append((recompute, every, popxl.choice("rows", [4, 8] if recompute else [16])))
         return CompiledTrial([], "there is no compiler")
 
-    with pytest.raises(PopxlError, match="no combination of its choices can be compiled. there is no compiler"):
-        fit(compiled, told.append)
+    message = "no combination of its choices can be compiled. there is no compiler"
+    with reporting(told.append), pytest.raises(PopxlError, match=message):
+        fit(compiled)
     assert seen == [(True, 1, 4), (True, 1, 8), (True, 2, 4), (True, 2, 8), (False, None, 16)]
     assert told[1] == "2: recompute=True every=1 rows=8: not compiled, does not fit"
     one = Tried(choices={"recompute": False}, memory_bytes=1, fits=True, seconds=1.0, units=1)
@@ -129,8 +131,8 @@ def test_the_environment_fixes_choices(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((popxl.choice("kind", ["relu", "gelu"]), popxl.choice("rows", [4, 8])))
         return CompiledTrial([], "there is no compiler")
 
-    with pytest.raises(PopxlError):
-        fit(compiled, told.append)
+    with reporting(told.append), pytest.raises(PopxlError):
+        fit(compiled)
     assert seen == [("relu", 8), ("gelu", 8)]
     assert told == [
         "1: kind=relu rows=8: not compiled, does not fit",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from popxl import dtypes
-from popxl.analysis.mesh import Mesh, mesh_of
+from popxl.analysis.mesh import mesh_of
 from popxl.analysis.replicas.axis_types import (
     LITERAL,
     NOT_KNOWN,
@@ -65,7 +65,7 @@ def infer(ir: Ir) -> Report:
     mesh = mesh_of(ir, index.collectives, variables)
     report = Report(mesh, index=index)
     if mesh is not None:
-        TypeInference(ir.main_graph, variables, mesh, report)
+        TypeInference(ir.main_graph, variables, report)
     return report
 
 
@@ -81,14 +81,14 @@ class _Outcome(NamedTuple):
 class TypeInference:
     """The inference: each graph once for each tuple of types that it is given."""
 
-    def __init__(self, main: Graph, variables: Sequence[Variable], mesh: Mesh, report: Report) -> None:
-        self.mesh, self.report = mesh, report
-        self.width = len(mesh.names)
+    def __init__(self, main: Graph, variables: Sequence[Variable], report: Report) -> None:
+        self.report, self.mesh = report, report.known_mesh
+        self.width = len(self.mesh.names)
         self.given: ReplicaType = (LITERAL,) * self.width
         self.zero: ReplicaType = (ZEROS,) * self.width
         self.unknown: ReplicaType = (NOT_KNOWN,) * self.width
         self.outcomes: dict[tuple[Graph, tuple[ReplicaType, ...], int], _Outcome] = {}
-        self.findings = TypeFindings(report, mesh)
+        self.findings = TypeFindings(report)
         self.buffers: dict[RemoteBuffer, ReplicaType] = {}
         self.stores = 0  # those that have changed the type of a buffer, so that graphs make other types
         held = [v.on_replica for v in variables]
@@ -97,7 +97,7 @@ class TypeInference:
             op.attributes[op.kind.exchange] for op in report.index.exchanges if not op.outputs and not op.modified
         }
         remote = {v for v in variables if v.location_info.buffer in stored}
-        first = tuple(variable_types(mesh, variables, changed | remote if remote else changed))
+        first = tuple(variable_types(self.mesh, variables, changed | remote if remote else changed))
         for v, was in zip(variables, first, strict=True):
             if (buffer := v.location_info.buffer) is not None:
                 self.buffers[buffer] = join(self.buffers.get(buffer, was), was)
@@ -119,7 +119,7 @@ class TypeInference:
             certain, others = diverged_axes(was, after)
             diverged = report.diverged if certain else report.maybe_diverged
             diverged |= dict.fromkeys(some if certain or others else (), certain or others)
-        of_learning = {mesh.names[i] for i in repeated}
+        of_learning = {self.mesh.names[i] for i in repeated}
         report.findings += [
             each
             for each in self.findings.found.values()

@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 
-from popxl.analysis.mesh import Mesh
 from popxl.analysis.replicas.axis_types import OWN_DATA, PARTIAL, REPLICATED, SAME, VARYING, is_term
 from popxl.analysis.replicas.means import constant_number, is_of_replicas, share_of_mean
 from popxl.analysis.replicas.reduced_values import (
@@ -21,7 +20,7 @@ from popxl.analysis.replicas.reduced_values import (
     reduced_values,
     scaled,
 )
-from popxl.analysis.replicas.report import REDUCED_SHARDS, Finding, Report, finding
+from popxl.analysis.replicas.report import REDUCED_SHARDS, Finding, Report
 from popxl.analysis.replicas.value_lints import (
     fed_by_all,
     noise_lints,
@@ -40,33 +39,32 @@ from popxl.graph import Graph
 
 def outliers(report: Report) -> Iterator[Finding]:
     """Outliers of a program, by value types."""
-    mesh = report.mesh
-    if mesh is None:
+    if report.mesh is None:
         return
     updates: list[Update] = []
     stored: Stored = []
     for made, out in reduced_values(report):
-        yield from _outlying_updates(mesh, made)
+        yield from _outlying_updates(report, made)
         updates += made
         stored += out
     _accept_gradients_of_shared(report, updates)
-    yield from _losses(mesh, report, updates, stored)
-    stated = {i for op in report.index.statements for i in mesh.axes_of(op)} | fed_by_all(mesh, report)
-    batches = {each.op: each for each in (*unread_batches(mesh, report), *_same_batches(mesh, report))}
-    yield from batches.values() if batches else _same_data(mesh, report, updates, stated)
-    yield from _scaled_sums(mesh, report)
-    yield from _exchanges_without_dual(mesh, report)
-    yield from stale_shards(mesh, report)
-    if taken := [*shards_of_own_values(mesh, report)]:  # which explain what changes pieces
+    yield from _losses(report, updates, stored)
+    stated = {i for op in report.index.statements for i in report.known_mesh.axes_of(op)} | fed_by_all(report)
+    batches = {each.op: each for each in (*unread_batches(report), *_same_batches(report))}
+    yield from batches.values() if batches else _same_data(report, updates, stated)
+    yield from _scaled_sums(report)
+    yield from _exchanges_without_dual(report)
+    yield from stale_shards(report)
+    if taken := [*shards_of_own_values(report)]:  # which explain what changes pieces
         report.findings = [each for each in report.findings if each.category != taken[0].category]
         yield from taken
-    yield from transposed_weights(mesh, report)
+    yield from transposed_weights(report)
     alike = stated | {i for i, along in enumerate(report.fed) if along.kind is REPLICATED}
     of_data = {i for each in updates for i in each.axes}
-    yield from seed_lints(mesh, report, of_data, alike)
-    yield from noise_lints(mesh, report, of_data)
-    report.notes += _local_numbers(mesh, report, updates)
-    yield from _initial_values(mesh, report)
+    yield from seed_lints(report, of_data, alike)
+    yield from noise_lints(report, of_data)
+    report.notes += _local_numbers(report, updates)
+    yield from _initial_values(report)
 
 
 def _accept_gradients_of_shared(report: Report, updates: Sequence[Update]) -> None:
@@ -86,28 +84,28 @@ def _accept_gradients_of_shared(report: Report, updates: Sequence[Update]) -> No
     report.findings = [each for each in report.findings if each.category != REDUCED_SHARDS or each.op not in shared]
 
 
-def _outlying_updates(mesh: Mesh, updates: Sequence[Update]) -> Iterator[Finding]:
+def _outlying_updates(report: Report, updates: Sequence[Update]) -> Iterator[Finding]:
     """Updates whose values differ from most comparable ones by a factor of the replica count."""
-    found = [each for some in _comparable_updates(updates) for each in _odd_updates(mesh, some)]
+    found = [each for some in _comparable_updates(updates) for each in _odd_updates(report, some)]
     reported = {each.op for each in found}
     yield from found
     for some in _gradient_updates(updates):
-        yield from (each for each in _mixed_gradients(mesh, some) if each.op not in reported)
+        yield from (each for each in _mixed_gradients(report, some) if each.op not in reported)
 
 
-def _odd_updates(mesh: Mesh, some: Sequence[Update]) -> Iterator[Finding]:
+def _odd_updates(report: Report, some: Sequence[Update]) -> Iterator[Finding]:
     """The few of some comparable updates that differ from most."""
     by_scale = _by_scale(some)
     most = max(by_scale.values(), key=len)
     of_one = len({each.of for each in some}) == 1  # a variable with two updates cannot mean both
     if len(some) == 2 and len(by_scale) == 2 and not of_one:
-        yield from _two_ways(mesh, *some)
+        yield from _two_ways(report, *some)
         return
     if 2 * (len(some) - len(most)) > len(most) and not of_one:
         return
     for each in (each for those in by_scale.values() if those is not most for each in those):
-        if _differ_by_count(mesh, each, most[0]):
-            yield from _outlier(mesh, each, most[0], each.scale / most[0].scale)
+        if _differ_by_count(report, each, most[0]):
+            yield from _outlier(report, each, most[0], each.scale / most[0].scale)
 
 
 def _by_scale(some: Iterable[Update]) -> dict[str, list[Update]]:
@@ -118,10 +116,10 @@ def _by_scale(some: Iterable[Update]) -> dict[str, list[Update]]:
     return by_scale
 
 
-def _differ_by_count(mesh: Mesh, one: Update, other: Update) -> bool:
+def _differ_by_count(report: Report, one: Update, other: Update) -> bool:
     """Whether the weights of a replica's value in two updates have a ratio of the number of replicas; or its square, if
     there are more than two."""
-    counts = [mesh.count(one.axes), *(op.attributes["group_size"] for op in (*one.how.by, *other.how.by))]
+    counts = [report.known_mesh.count(one.axes), *(op.attributes["group_size"] for op in (*one.how.by, *other.how.by))]
     return is_of_replicas(one.scale / other.scale, *counts, *(n * n for n in counts if n > 2))
 
 
@@ -147,7 +145,7 @@ def _is_gradient(t: Tensor) -> bool:
     return op is not None and (op.graph.gradient_of is not None or op.called_graphs[0].gradient_of is not None)
 
 
-def _mixed_gradients(mesh: Mesh, some: Sequence[Update]) -> Iterator[Finding]:
+def _mixed_gradients(report: Report, some: Sequence[Update]) -> Iterator[Finding]:
     """Gradients that are sums over replicas where more are means, or the reverse; and one of each, if as many are."""
     by_scale = _by_scale(some)
     most = max(by_scale.values(), key=lambda those: (len(those), those[0].how.factor == 1))
@@ -155,12 +153,12 @@ def _mixed_gradients(mesh: Mesh, some: Sequence[Update]) -> Iterator[Finding]:
         each, usual = those[0], most[0]
         if those is most or each.how.by[-1].attributes["op"] == usual.how.by[-1].attributes["op"]:
             continue
-        if not _differ_by_count(mesh, each, usual):
+        if not _differ_by_count(report, each, usual):
             continue
         for one in those:
-            yield from _outlier(mesh, one, usual, one.scale / usual.scale)
+            yield from _outlier(report, one, usual, one.scale / usual.scale)
         if len(those) == len(most):  # either may be wrong
-            yield from _outlier(mesh, usual, each, usual.scale / each.scale)
+            yield from _outlier(report, usual, each, usual.scale / each.scale)
 
 
 def _comparable_updates(updates: Iterable[Update]) -> Iterator[list[Update]]:
@@ -179,27 +177,27 @@ def _comparable_updates(updates: Iterable[Update]) -> Iterator[list[Update]]:
             yield from by_constants.values()
 
 
-def _two_ways(mesh: Mesh, one: Update, other: Update) -> Iterator[Finding]:
+def _two_ways(report: Report, one: Update, other: Update) -> Iterator[Finding]:
     """The only two gradients, if their ratio is the number of replicas: either may be wrong, unless only one is scaled
     by a constant."""
     pairs = [(one, other), (other, one)]
     if (one.how.factor == 1) != (other.how.factor == 1):
         pairs = [pair for pair in pairs if pair[0].how.factor != 1]
     for each, usual in pairs:
-        if _differ_by_count(mesh, each, usual):
-            yield from _outlier(mesh, each, usual, each.scale / usual.scale)
+        if _differ_by_count(report, each, usual):
+            yield from _outlier(report, each, usual, each.scale / usual.scale)
 
 
-def _outlier(mesh: Mesh, one: Update, usual: Update, ratio: float) -> Iterator[Finding]:
+def _outlier(report: Report, one: Update, usual: Update, ratio: float) -> Iterator[Finding]:
     """Finding of an update that is `ratio` times a usual one, by its factor or by its reduction."""
     op, usual_name = one.how.by[-1], usual.how.by[-1].attributes["op"]
     times = f"{ratio:g} times as large as" if ratio > 1 else f"{1 / ratio:g} times smaller than"
     words = {"add": "sum", "mean": "mean"}
     this, that = words[op.attributes["op"]], words[usual_name]
-    over, such_as = mesh.text(one.axes), f"other variables, such as `{usual.of.path}`"
+    over, such_as = report.along(one.axes), f"other variables, such as `{usual.of.path}`"
     if this == that:
-        yield finding(
-            mesh, "factor of replicas", one.how.scaled or op, one.of, one.axes,
+        yield report.finding(
+            "factor of replicas", one.how.scaled or op, one.of, one.axes,
             f"`{one.of.path}` is changed by the {this} over {over} times {one.how.factor:g}, and {such_as}, by the "
             f"{that} times {usual.how.factor:g}: what it gets is {times} theirs, and there are as many replicas. "
             "Leave that factor out.",
@@ -207,14 +205,14 @@ def _outlier(mesh: Mesh, one: Update, usual: Update, ratio: float) -> Iterator[F
     elif (
         this == "sum" or share_of_mean(op.inputs[0]) is None
     ):  # statistics of rows are means, however gradients are reduced
-        yield finding(
-            mesh, "mixed reductions", op, one.of, one.axes,
+        yield report.finding(
+            "mixed reductions", op, one.of, one.axes,
             f"`{one.of.path}` is changed by the {this} over {over}, and {such_as}, by the {that}: what it gets is "
             f"{times} theirs. Write \"{usual_name}\".",
         )  # fmt: skip
 
 
-def _losses(mesh: Mesh, report: Report, updates: Sequence[Update], stored: Stored) -> Iterator[Finding]:
+def _losses(report: Report, updates: Sequence[Update], stored: Stored) -> Iterator[Finding]:
     """Single numbers that are stored, and reduced otherwise than the gradients."""
     by_axis: dict[int, set[str]] = defaultdict(set)
     for axes, by in {(each.axes, report.reductions[op]) for each in updates for op in each.how.by}:
@@ -226,34 +224,35 @@ def _losses(mesh: Mesh, report: Report, updates: Sequence[Update], stored: Store
         along, scale = how.completed(report)
         missing = [i for i, along in enumerate(report.types[t]) if along.kind is VARYING and i in reduced]
         if missing and (not along or not reduced.isdisjoint(along)):  # not the mean of an ensemble, for each part
-            yield finding(
-                mesh, "partly reduced number", op, t, missing,
-                f"`{t.path}` is stored. It has been reduced, but not over {mesh.text(missing)}, as the gradients are: "
-                f"each replica stores another number. Reduce it over {mesh.text(missing)}, too.",
+            yield report.finding(
+                "partly reduced number", op, t, missing,
+                f"`{t.path}` is stored. It has been reduced, but not over {report.along(missing)}, as the gradients "
+                f"are: each replica stores another number. Reduce it over {report.along(missing)}, too.",
             )  # fmt: skip
         before = how.by[0].inputs[0]
         share = share_of_mean(before)
         if share is None or how.scalars or not along or any(by_axis[i] != {"mean"} for i in along):
             continue
-        count = mesh.count(along)
+        count = report.known_mesh.count(along)
         ratio, of_all = share * scale * count, op.attributes["group_size"]
         if not (is_of_replicas(ratio, count, of_all) and is_of_replicas(scale * count, count, of_all)):
             continue  # what a factor before the reduction makes of a loss is the program's choice
         if how.factor == 1 and ratio > 1:
-            yield finding(
-                mesh, "sum of means", op, t, along,
+            yield report.finding(
+                "sum of means", op, t, along,
                 f"`{before.path}` is a mean over what a replica has, and `{t.path}`, which is stored, the sum of these "
-                f"over {mesh.text(along)}, while the gradients are means over it. Write \"mean\".",
+                f"over {report.along(along)}, while the gradients are means over it. Write \"mean\".",
             )  # fmt: skip
         else:
-            yield finding(
-                mesh, "factor of replicas", how.scaled or op, t, along,
+            yield report.finding(
+                "factor of replicas", how.scaled or op, t, along,
                 f"`{before.path}` is a mean over what a replica has, and `{t.path}`, which is stored, {ratio:g} times "
-                f"the mean of these over {mesh.text(along)}, where there are {count} replicas. Leave that factor out.",
+                f"the mean of these over {report.along(along)}, where there are {count} replicas. Leave that factor "
+                "out.",
             )  # fmt: skip
 
 
-def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[Update]) -> Iterator[Finding]:
+def _local_numbers(report: Report, updates: Sequence[Update]) -> Iterator[Finding]:
     """Stored scalars computed from each replica's own data. Possibly intended: the host receives all of them."""
     reduced = {i for each in updates for i in each.axes}
     for op in report.index.exchanges:
@@ -261,19 +260,19 @@ def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[Update]) -> Ite
             t = op.inputs[0]
             own = [i for i, along in enumerate(report.types[t]) if along == OWN_DATA and i in reduced]
             if own and t.dtype.is_floating_point:
-                yield finding(
-                    mesh, "local number", op, t, own,
-                    f"each replica along {mesh.text(own)} stores its own `{t.path}`, of its own data. Take the mean of "
-                    "what the host gets; or reduce it first.",
+                yield report.finding(
+                    "local number", op, t, own,
+                    f"each replica along {report.along(own)} stores its own `{t.path}`, of its own data. Take the mean "
+                    "of what the host gets; or reduce it first.",
                 )  # fmt: skip
 
 
-def _exchanges_without_dual(mesh: Mesh, report: Report) -> Iterator[Finding]:
+def _exchanges_without_dual(report: Report) -> Iterator[Finding]:
     """Exchanges of a graph and of its gradient graph along different axes. The gradient of an exchange is an exchange
     along the same axes."""
     axes_in: dict[Graph, dict[Op, tuple[int, ...]]] = defaultdict(dict)
     for op in filter(_is_exchange, report.index.moves):
-        axes_in[op.graph][op] = mesh.axes_of(op)
+        axes_in[op.graph][op] = report.known_mesh.axes_of(op)
     for graph, own in axes_in.items():
         forward = graph.gradient_of
         if forward not in axes_in:
@@ -283,11 +282,11 @@ def _exchanges_without_dual(mesh: Mesh, report: Report) -> Iterator[Finding]:
         if not odd and len(own) >= len(others):  # otherwise some have no gradient
             odd = {op: axes for op, axes in others.items() if axes not in own.values()}
         for op, axes in odd.items():
-            usual = "; ".join(mesh.text(each) for each in {*others.values(), *own.values()} - {axes})
-            yield finding(
-                mesh, "gradient along other axes", op, op.outputs[0], axes,
-                f"it exchanges along {mesh.text(axes)}, and others of {forward.title} or its gradient along {usual}. "
-                "A gradient returns the way that its value came: give both the same `group`.",
+            usual = "; ".join(report.along(each) for each in {*others.values(), *own.values()} - {axes})
+            yield report.finding(
+                "gradient along other axes", op, op.outputs[0], axes,
+                f"it exchanges along {report.along(axes)}, and others of {forward.title} or its gradient along "
+                f"{usual}. A gradient returns the way that its value came: give both the same `group`.",
             )  # fmt: skip
 
 
@@ -296,7 +295,7 @@ def _is_exchange(op: Op) -> bool:
     return bool(op.outputs) and op.outputs[0].dtype.is_floating_point and op.kind.exchanged(op.attributes) == "own"
 
 
-def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
+def _scaled_sums(report: Report) -> Iterator[Finding]:
     """Sums that are scaled by the number of replicas, unlike others."""
     sums = [
         op
@@ -319,9 +318,9 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
         by = report.reductions[op]
         is_sum = all(by.before[i].kind is PARTIAL for i in by.axes) and share_of_mean(op.inputs[0]) is None
         if 2 * len(odd) <= len(sums) or (is_sum and op.attributes["group_size"] > 2):  # a half is a half of anything
-            yield finding(
-                mesh, "factor of replicas", reader, op.inputs[0], by.axes,
-                f"replicas along {mesh.text(by.axes)} have terms of a sum, `{op.inputs[0].path}`, and their "
+            yield report.finding(
+                "factor of replicas", reader, op.inputs[0], by.axes,
+                f"replicas along {report.along(by.axes)} have terms of a sum, `{op.inputs[0].path}`, and their "
                 f"sum is multiplied by their number, {op.attributes['group_size']}, or divided by it. Leave that out.",
             )  # fmt: skip
 
@@ -336,7 +335,7 @@ def _is_differentiated(report: Report, scaling: Op) -> bool:
     )
 
 
-def _same_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
+def _same_batches(report: Report) -> Iterator[Finding]:
     """Graph calls with one replica's data on all replicas, beside calls with data of each replica."""
     for graph in report.graphs:
         sites = [site for site in graph.call_sites if is_call(site)]
@@ -348,10 +347,10 @@ def _same_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
             for t, held in types.items():
                 alike = [i for i in own if held[i] == SAME and report.fed and report.fed[i].kind is VARYING]
                 if alike and (load := _fed_by(t)) is not None:
-                    yield finding(
-                        mesh, "same batch", load, t, sorted(alike),
+                    yield report.finding(
+                        "same batch", load, t, sorted(alike),
                         f"`{t.path}` is made of what the host feeds, and is the same on all replicas along "
-                        f"{mesh.text(alike)}; where {graph.title} is called elsewhere, each has its own. Let each "
+                        f"{report.along(alike)}; where {graph.title} is called elsewhere, each has its own. Let each "
                         "replica compute with its own here, too.",
                     )  # fmt: skip
 
@@ -370,7 +369,7 @@ def _fed_by(t: Tensor) -> Op | None:
     return None
 
 
-def _same_data(mesh: Mesh, report: Report, updates: Sequence[Update], stated: Set[int]) -> Iterator[Finding]:
+def _same_data(report: Report, updates: Sequence[Update], stated: Set[int]) -> Iterator[Finding]:
     """Means of gradients that are already equal on all replicas, although these have different feeds.
 
     Not along axes on which the program has `stated` that values are equal, by an assertion or a gather that it reads
@@ -387,21 +386,21 @@ def _same_data(mesh: Mesh, report: Report, updates: Sequence[Update], stated: Se
         if before == {SAME} and all(op.attributes["op"] == "mean" for op in some):
             found[some[0]].append(i)
     for op, axes in found.items():
-        (t, *_), over = op.inputs, mesh.text(axes)
-        yield finding(
-            mesh, "gradients of the same data", op, t, axes,
+        (t, *_), over = op.inputs, report.along(axes)
+        yield report.finding(
+            "gradients of the same data", op, t, axes,
             f"`{t.path}` is the same on all replicas along {over} before it is reduced, and so are the others: nothing "
             "of what the host feeds to each goes into them. Let each replica compute with its own.",
         )  # fmt: skip
 
 
-def _initial_values(mesh: Mesh, report: Report) -> Iterator[Finding]:
+def _initial_values(report: Report) -> Iterator[Finding]:
     """Variables that differ between replicas from the beginning, and are changed alike on all of them."""
     for v, (op, axes) in report.reduced_updates.items():
-        if v.dtype.is_floating_point and (found := [i for i in axes if begins_different(mesh, v, i)]):
-            yield finding(
-                mesh, "different beginnings", op, v, found,
-                f"`{v.path}` begins with different numbers on replicas along {mesh.text(found)}, and is changed by "
+        if v.dtype.is_floating_point and (found := [i for i in axes if begins_different(report.known_mesh, v, i)]):
+            yield report.finding(
+                "different beginnings", op, v, found,
+                f"`{v.path}` begins with different numbers on replicas along {report.along(found)}, and is changed by "
                 "what is reduced over them, so that it stays different by as much. Let them share the variable: leave "
                 "`replica_grouping` out; or do not reduce what changes it.",
             )  # fmt: skip

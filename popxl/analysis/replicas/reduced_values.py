@@ -210,7 +210,6 @@ def _reduced(op: Op, report: Report) -> ReducedValue:
     if scale is None or scale.op_type not in ("Mul", "Div") or t.nelms == 1 or scale.inputs[0].nelms != t.nelms:
         return ReducedValue((op,))
     factor = constant_number(scale.inputs[1])
-    sizes = () if report.mesh is None else report.mesh.sizes
-    if not factor or not is_of_replicas(factor, op.attributes["group_size"], *sizes):
+    if not factor or not is_of_replicas(factor, op.attributes["group_size"], *report.known_mesh.sizes):
         return ReducedValue((op,))
     return ReducedValue((op,), factor=factor if scale.op_type == "Mul" else 1 / factor, scaled=scale)

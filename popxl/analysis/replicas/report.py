@@ -52,13 +52,6 @@ class Finding:
         return f"{self.category}: {self.message} ({text})"
 
 
-def finding(
-    mesh: Mesh, category: str, op: Op, t: Tensor, axes: Iterable[int], message: str, is_certain: bool = False
-) -> Finding:
-    """A finding about a tensor along some axes, by their positions."""
-    return Finding(category, is_certain, op, t.path, tuple(mesh.names[i] for i in axes), message)
-
-
 @dataclass(frozen=True, eq=False)
 class ReplicaReduction:
     """How a value is reduced over replicas; one object for all equal ones.
@@ -122,6 +115,22 @@ class Report:
     reductions: dict[Op, ReplicaReduction] = field(default_factory=dict)
     fed: ReplicaType = ()
     index: ProgramOps = field(default_factory=ProgramOps)
+
+    @property
+    def known_mesh(self) -> Mesh:
+        """The mesh of a program that has one."""
+        assert self.mesh is not None
+        return self.mesh
+
+    def along(self, axes: Iterable[int]) -> str:
+        """Names of axes for a sentence: `` `data` and `tensor` ``."""
+        return self.known_mesh.text(axes)
+
+    def finding(
+        self, category: str, op: Op, t: Tensor, axes: Iterable[int], message: str, is_certain: bool = False
+    ) -> Finding:
+        """A finding about a tensor along some axes, by their positions."""
+        return Finding(category, is_certain, op, t.path, tuple(self.known_mesh.names[i] for i in axes), message)
 
     def text(self, t: Tensor) -> str:
         """Type of a tensor as text, such as `{data: varying, tensor: sharded 1}`; empty for replicated tensors."""

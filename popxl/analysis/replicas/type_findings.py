@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from popxl.analysis.mesh import Mesh
 from popxl.analysis.replicas.axis_types import (
     FLAT,
     FLAT_SHARDS,
@@ -24,7 +23,7 @@ from popxl.analysis.replicas.axis_types import (
     is_term,
 )
 from popxl.analysis.replicas.means import share_of_mean
-from popxl.analysis.replicas.report import REDUCED_SHARDS, REPEATED, Finding, Report, finding
+from popxl.analysis.replicas.report import REDUCED_SHARDS, REPEATED, Finding, Report
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, Variable
 
@@ -36,8 +35,8 @@ class TypeFindings:
         report: report whose updates by reduced values are recorded.
     """
 
-    def __init__(self, report: Report, mesh: Mesh) -> None:
-        self.report, self.mesh = report, mesh
+    def __init__(self, report: Report) -> None:
+        self.report = report
         self.divided: Sequence[int] = ()  # positions of axes along which layers are divided
         self.found: dict[tuple[Op, str], Finding] = {}
 
@@ -45,12 +44,12 @@ class TypeFindings:
         self, category: str, op: Op, t: Tensor, axes: Sequence[int], message: str, is_certain: bool = False
     ) -> None:
         """Note a finding, once for an op."""
-        found = finding(self.mesh, category, op, t, axes, message, is_certain)
+        found = self.report.finding(category, op, t, axes, message, is_certain)
         self.found.setdefault((op, category), found)
 
     def variable_update(self, v: Variable, was: ReplicaType, op: Op, by: ReplicaType, own: Sequence[int]) -> None:
         """Check the updates of a variable along its `own_axes`."""
-        along = self.mesh.text
+        along = self.report.along
         reduced = [i for i in own if by[i].kind is REPLICATED and by[i].reduced is not NEVER]
         gathered = [i for i in own if by[i] == SAME] if _is_gathered_reduction(op) else []
         if reduced or gathered:
@@ -85,10 +84,10 @@ class TypeFindings:
             if axes and is_given(weight):
                 self.find(
                     "partial plus replicated", op, t, axes,
-                    f"`{t.path}` was made of products with what each replica along {self.mesh.text(axes)} has of its "
-                    f"own, and of something that is the same on all, and is multiplied with `{weight.path}`, which is "
-                    "divided among them, too. The products are terms of a sum, presumably: reduce them first, and add "
-                    "then.",
+                    f"`{t.path}` was made of products with what each replica along {self.report.along(axes)} has of "
+                    f"its own, and of something that is the same on all, and is multiplied with `{weight.path}`, which "
+                    "is divided among them, too. The products are terms of a sum, presumably: reduce them first, and "
+                    "add then.",
                 )  # fmt: skip
 
     def nonlinear_use(self, op: Op, axis: int, types: Sequence[AxisType], flaw: str) -> None:
@@ -101,7 +100,7 @@ class TypeFindings:
         ]
         if flaw == "linear" and all(self.is_compared(each, axis) for each in op.outputs):
             return
-        terms = f"replicas along {self.mesh.text([axis])} have terms of a sum, `{t.path}`, and"
+        terms = f"replicas along {self.report.along([axis])} have terms of a sum, `{t.path}`, and"
         if flaw == "linear":
             self.find(
                 "nonlinear function of partial", op, t, [axis],
@@ -124,23 +123,23 @@ class TypeFindings:
             bool(readers)
             and t not in t.graph.outputs
             and all(op.kind.between_replicas and op.attributes.get("op") in ("max", "min") for op in readers)
-            and all(axis in self.mesh.axes_of(op) for op in readers)
+            and all(axis in self.report.known_mesh.axes_of(op) for op in readers)
         )
 
     def gather(self, op: Op, before: ReplicaType, axes: Sequence[int]) -> None:
         """Find shards that are gathered along another axis than the one that they are divided along."""
         others = [i for i, along in enumerate(before) if along == FLAT_SHARDS and i not in axes]
         if others and all(before[i] != FLAT_SHARDS for i in axes):
-            t, along = op.inputs[0], self.mesh.text(others)
+            t, along = op.inputs[0], self.report.along(others)
             self.find(
                 "shards of another layout", op, t, others,
                 f"replicas along {along} have shards of `{t.path}`, and copies of a shard are gathered over "
-                f"{self.mesh.text(axes)}, as if these were the whole. Gather it over {along}.",
+                f"{self.report.along(axes)}, as if these were the whole. Gather it over {along}.",
             )  # fmt: skip
 
     def reduction(self, op: Op, before: ReplicaType, axes: Sequence[int], reduction: str) -> bool:
         """Check a reduction of partial values. Returns whether it sums equal values."""
-        (t, *_), over = op.inputs, self.mesh.text
+        (t, *_), over = op.inputs, self.report.along
         if _is_own_data(before, axes):  # the operand of most reductions
             return False
         repeated = bool(axes) and reduction in ("add", "square_add") and all(before[i].kind is REPLICATED for i in axes)
@@ -170,7 +169,7 @@ class TypeFindings:
 
     def sum_of_flawed_terms(self, op: Op, t: Tensor, axes: Sequence[int], flaw: str) -> None:
         """Record a sum of presumed terms after an operation that does not commute with their sum."""
-        summed = f"`{t.path}` is summed over {self.mesh.text(axes)}, and was made"
+        summed = f"`{t.path}` is summed over {self.report.along(axes)}, and was made"
         if flaw == "linear":
             self.find(
                 "nonlinear function of partial", op, t, axes,
@@ -190,8 +189,8 @@ class TypeFindings:
             kinds = " and ".join(dict.fromkeys(before[i].kind.name.lower() for i in wrong))
             self.find(
                 "contradicted statement", op, op.inputs[0], wrong,
-                f"`{op.inputs[0].path}` is said to be the same on all replicas along {self.mesh.text(wrong)}, and it "
-                f"is {kinds}.", is_certain=True,
+                f"`{op.inputs[0].path}` is said to be the same on all replicas along {self.report.along(wrong)}, and "
+                f"it is {kinds}.", is_certain=True,
             )  # fmt: skip
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 
-from popxl.analysis.mesh import Mesh
 from popxl.analysis.replicas.axis_types import PARTIAL, REPLICATED, VARYING, AxisType
-from popxl.analysis.replicas.report import Finding, Report, finding
+from popxl.analysis.replicas.report import Finding, Report
 from popxl.analysis.replicas.variable_types import begins_different
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
@@ -15,13 +14,14 @@ from popxl.core.traits import is_call
 from popxl.graph import Graph
 
 
-def seed_lints(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int]) -> Iterator[Finding]:
+def seed_lints(report: Report, of_data: Set[int], fed_alike: Set[int]) -> Iterator[Finding]:
     """Dropouts with equal seeds for different data per replica, or different seeds for equal data.
 
     Args:
         of_data: positions of the axes along which gradients are reduced.
         fed_alike: axes along which the program states that replicas have the same feeds.
     """
+    mesh = report.known_mesh
     for op in report.index.dropouts:
         drops = op.kind.drops
         if drops is None or not op.attributes[drops.ratio] or op.graph.gradient_of is not None:
@@ -35,16 +35,16 @@ def seed_lints(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int
         tied = [i for i, (x, s) in held if i in of_data and x.kind is VARYING and (s.kind is REPLICATED or i in alike)]
         apart = [i for i, (x, s) in held if i in fed_alike and x.kind is REPLICATED and s.kind is VARYING]
         if tied:
-            yield finding(
-                mesh, "same seed", op, seed, tied,
-                f"each replica along {mesh.text(tied)} has its own `{t.path}`, and all drop the same elements, as "
+            yield report.finding(
+                "same seed", op, seed, tied,
+                f"each replica along {report.along(tied)} has its own `{t.path}`, and all drop the same elements, as "
                 f"`{seed.path}` is the same. Make seeds with `popxl.create_seeds(..., replicas=...)`, one for each.",
             )  # fmt: skip
         if apart:
-            yield finding(
-                mesh, "different seeds", op, seed, apart,
-                f"`{t.path}` is the same on all replicas along {mesh.text(apart)}, and each drops other elements, as "
-                f"it has its own `{seed.path}`. Let them share the seed.",
+            yield report.finding(
+                "different seeds", op, seed, apart,
+                f"`{t.path}` is the same on all replicas along {report.along(apart)}, and each drops other elements, "
+                f"as it has its own `{seed.path}`. Let them share the seed.",
             )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def _is_of_rows_alike(op: Op, t: Tensor) -> bool:
     return mask is not None and t.rank > 0 and t.shape[0] > 1 and (len(mask) < t.rank or mask[0] == 1)
 
 
-def noise_lints(mesh: Mesh, report: Report, of_data: Set[int]) -> Iterator[Finding]:
+def noise_lints(report: Report, of_data: Set[int]) -> Iterator[Finding]:
     """Random numbers that are equal on all replicas, combined with data of each replica.
 
     Args:
@@ -64,7 +64,7 @@ def noise_lints(mesh: Mesh, report: Report, of_data: Set[int]) -> Iterator[Findi
     for graph, draws in _by_graph([*report.index.draws, *masks]).items() if of_data else ():
         if graph.gradient_of is None:
             drawn = {t: op.inputs[_seed_position(op)] for op in draws for t in op.outputs}
-            yield from _shared_noise(mesh, report, graph, drawn, of_data, set(), set())
+            yield from _shared_noise(report, graph, drawn, of_data, set(), set())
 
 
 def _seed_position(op: Op) -> int:
@@ -79,7 +79,6 @@ def _by_graph(ops: Iterable[Op]) -> dict[Graph, list[Op]]:
 
 
 def _shared_noise(
-    mesh: Mesh,
     report: Report,
     graph: Graph,
     drawn: dict[Tensor, Tensor],
@@ -100,7 +99,7 @@ def _shared_noise(
             call = run.graph, frozenset(inner.items())
             if inner and run.graph.gradient_of is None and call not in visited:
                 visited.add(call)
-                yield from _shared_noise(mesh, report, run.graph, inner, of_data, reported, visited)
+                yield from _shared_noise(report, run.graph, inner, of_data, reported, visited)
         noise = [t for t in op.inputs if t in drawn]
         if not noise or op.kind.contracts is not None or op.kind.graphs or op.kind.between_replicas:
             continue
@@ -112,10 +111,10 @@ def _shared_noise(
         if tied and seed not in reported:
             reported.add(seed)
             t = next(t for t in own if _is_own_data(others[t][tied[0]]))
-            yield finding(
-                mesh, "same seed", op, seed, tied,
-                f"each replica along {mesh.text(tied)} has its own `{t.path}`, and all combine it with the same random "
-                f"numbers, as `{seed.path}` is the same. Give each replica a seed of its own.",
+            yield report.finding(
+                "same seed", op, seed, tied,
+                f"each replica along {report.along(tied)} has its own `{t.path}`, and all combine it with the same "
+                f"random numbers, as `{seed.path}` is the same. Give each replica a seed of its own.",
             )  # fmt: skip
         elif all(along.kind <= REPLICATED for held in others.values() for along in held):
             drawn |= dict.fromkeys(op.outputs, seed)
@@ -140,10 +139,10 @@ def _seed_variable(seed: Tensor) -> Variable | None:
     return t if t.piece is None and t.numbers().any() else None
 
 
-def stale_shards(mesh: Mesh, report: Report) -> Iterator[Finding]:
+def stale_shards(report: Report) -> Iterator[Finding]:
     """Gathered values of sharded variables that products or calls use after the shards were changed."""
     for graph, gathers in _by_graph(filter(_gathers_shards, report.index.moves)).items():
-        yield from _stale(mesh, graph, {*gathers})
+        yield from _stale(report, graph, {*gathers})
 
 
 def _gathers_shards(op: Op) -> bool:
@@ -151,7 +150,7 @@ def _gathers_shards(op: Op) -> bool:
     return op.inputs[0].origin.producer is None and op.kind.exchanged(op.attributes) == "same"
 
 
-def _stale(mesh: Mesh, graph: Graph, gathers: Set[Op]) -> Iterator[Finding]:
+def _stale(report: Report, graph: Graph, gathers: Set[Op]) -> Iterator[Finding]:
     gathered: dict[Tensor, Op] = {}  # keyed by gathered value, and its copies
     of_pieces: dict[Tensor, list[Tensor]] = {}
     old: set[Tensor] = set()
@@ -166,9 +165,9 @@ def _stale(mesh: Mesh, graph: Graph, gathers: Set[Op]) -> Iterator[Finding]:
             old.update(() if old.isdisjoint(op.inputs) else op.outputs)
         elif (op.kind.contracts or op.kind.graphs) and (stale := [t for t in op.inputs if t in old]):
             (t, *_), gather = stale, gathered[stale[0]]
-            pieces, axes = gather.inputs[0].origin, mesh.axes_of(gather)
-            yield finding(
-                mesh, "stale shards", op, t, axes,
+            pieces, axes = gather.inputs[0].origin, report.known_mesh.axes_of(gather)
+            yield report.finding(
+                "stale shards", op, t, axes,
                 f"`{t.path}` was gathered of `{pieces.path}` before that was changed, and is read afterwards. Gather "
                 "it again.",
             )  # fmt: skip
@@ -177,7 +176,7 @@ def _stale(mesh: Mesh, graph: Graph, gathers: Set[Op]) -> Iterator[Finding]:
             old.update(of_pieces.get(op.inputs[i].origin, ()))
 
 
-def unread_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
+def unread_batches(report: Report) -> Iterator[Finding]:
     """What the host feeds to each replica, or a gradient of it, gathered where nothing but one replica's part is read.
 
     Excludes direct copies to a variable: all replicas may start with the value of one.
@@ -185,31 +184,31 @@ def unread_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
     for op, load in _gathers(report):
         (t, *_), is_fed = op.inputs, _is_fed(load)
         held = report.fed if is_fed else report.types.get(t, ())
-        own = [i for i in mesh.axes_of(op) if held and _is_own_data(held[i])]
+        own = [i for i in report.known_mesh.axes_of(op) if held and _is_own_data(held[i])]
         parts = _parts_read(op) if own else []
         if not parts or load is None:
             continue
         if is_fed and not all(map(_is_overwriting, (each for part in parts for each in _readers(part)))):
-            yield finding(
-                mesh, "same batch", load, t, own,
-                f"each replica along {mesh.text(own)} is fed its own `{t.path}`, and all read that of one. "
+            yield report.finding(
+                "same batch", load, t, own,
+                f"each replica along {report.along(own)} is fed its own `{t.path}`, and all read that of one. "
                 "Let each compute with its own.",
             )  # fmt: skip
         elif not is_fed and any(map(_is_change, parts)):
-            yield finding(
-                mesh, "same batch", op, t, own,
-                f"each replica along {mesh.text(own)} has its own `{t.path}`, and all change a variable by that of "
+            yield report.finding(
+                "same batch", op, t, own,
+                f"each replica along {report.along(own)} has its own `{t.path}`, and all change a variable by that of "
                 "one. Reduce it, with `ops.collectives.replicated_all_reduce`.",
             )  # fmt: skip
 
 
-def fed_by_all(mesh: Mesh, report: Report) -> set[int]:
+def fed_by_all(report: Report) -> set[int]:
     """Positions of axes along which replicas gather what the host feeds to each, and read all of it."""
     return {
         i
         for op, load in _gathers(report)
         if _is_fed(load) and any(each.op_type != "Slice" for each in _readers(op.outputs[0]))
-        for i in mesh.axes_of(op)
+        for i in report.known_mesh.axes_of(op)
     }
 
 
@@ -247,20 +246,20 @@ def _is_change(t: Tensor) -> bool:
     )
 
 
-def shards_of_own_values(mesh: Mesh, report: Report) -> Iterator[Finding]:
+def shards_of_own_values(report: Report) -> Iterator[Finding]:
     """Shards that each replica takes of a different value, such as an unreduced gradient, or of a term of a sum."""
     for op in report.index.moves:
         if op.kind.exchanged(op.attributes) != "pieces":
             continue
         (t, *_), load = op.inputs, _source_tensor(op.inputs[0]).producer
         held = report.types[t]
-        own = [i for i in mesh.axes_of(op) if op.outputs[0].meta_shape and _is_own_data(held[i])]
-        terms = [i for i in mesh.axes_of(op) if held[i].kind is PARTIAL]
+        own = [i for i in report.known_mesh.axes_of(op) if op.outputs[0].meta_shape and _is_own_data(held[i])]
+        terms = [i for i in report.known_mesh.axes_of(op) if held[i].kind is PARTIAL]
         if (own or terms) and load is not None and not load.kind.exchange:
             what = "a term of a sum," if terms else "its own"
-            yield finding(
-                mesh, "shards of different values", op, t, own or terms,
-                f"each replica along {mesh.text(own or terms)} has {what} `{t.path}`, and takes its shard of that. "
+            yield report.finding(
+                "shards of different values", op, t, own or terms,
+                f"each replica along {report.along(own or terms)} has {what} `{t.path}`, and takes its shard of that. "
                 "Reduce the value first; `ops.collectives.replicated_reduce_scatter` does both.",
             )  # fmt: skip
 
@@ -286,7 +285,7 @@ def _readers(t: Tensor) -> Iterator[Op]:
                 yield op
 
 
-def transposed_weights(mesh: Mesh, report: Report) -> Iterator[Finding]:
+def transposed_weights(report: Report) -> Iterator[Finding]:
     """Square weights whose gradient belongs to the product with their transpose, or the reverse."""
     uses: dict[Tensor, dict[tuple[Tensor, bool], Op]] = {}
     for op in report.index.products:
@@ -297,10 +296,12 @@ def transposed_weights(mesh: Mesh, report: Report) -> Iterator[Finding]:
         for op in graph.ops:
             for i in op.modified:
                 for given in op.inputs[:i] + op.inputs[i + 1 :]:
-                    yield from _of_gradient(mesh, uses.get(op.inputs[i].origin, {}), op.inputs[i].origin, given)
+                    yield from _of_gradient(report, uses.get(op.inputs[i].origin, {}), op.inputs[i].origin, given)
 
 
-def _of_gradient(mesh: Mesh, uses: Mapping[tuple[Tensor, bool], Op], w: Tensor, gradient: Tensor) -> Iterator[Finding]:
+def _of_gradient(
+    report: Report, uses: Mapping[tuple[Tensor, bool], Op], w: Tensor, gradient: Tensor
+) -> Iterator[Finding]:
     """Findings of a transposed weight gradient: `xᵀ @ dy` for the product `x @ wᵀ`, or `dyᵀ @ x` for `x @ w`."""
     while (op := gradient.producer) is not None and op.op_type in _SCALING and op.inputs[0].shape == gradient.shape:
         gradient = op.inputs[0]
@@ -315,8 +316,8 @@ def _of_gradient(mesh: Mesh, uses: Mapping[tuple[Tensor, bool], Op], w: Tensor, 
                 if not of_transposed
                 else "is not transposed where it is multiplied with"
             )
-            yield finding(
-                mesh, "transposed weight", uses[x, not of_transposed], w, (),
+            yield report.finding(
+                "transposed weight", uses[x, not of_transposed], w, (),
                 f"`{w.path}` {now}, and the gradient that changes it, `{gradient.path}`, is that of the other product.",
             )  # fmt: skip
 

@@ -1,20 +1,19 @@
 """Changes that `forward` makes to host objects. No program carries these between runs: they are detected and undone.
 
 It inspects the attributes of modules, the variables that functions name (of files and of enclosing functions), and the
-user's containers and objects that can be reached from there.
+user's containers and objects that can be reached from there. This is the only comparison around a run of `forward`;
+those of later calls with the time of the capture are `poptorch.run.host_changes` and `poptorch.run.host_writes`.
 """
 
 from __future__ import annotations
 
-import dis
-import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, count, product
+from itertools import chain, count
 from operator import is_
 from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
@@ -23,9 +22,11 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from poptorch.base.host_numbers import Number
 from poptorch.base.introspection import CONTAINERS, attributes, is_instance, items, slots
+from poptorch.capture.changing_lines import line_changing
+from poptorch.capture.counters import COUNTER_TYPES, Counter
 from poptorch.capture.torch_private import FakeTensor
-from popxl.extend.source import SourceLocation
 
 _NOT_THE_USERS = {"torch", "poptorch", "popxl", "runtime", "jax", "jaxlib", "numpy", "lightning", "pytorch_lightning"}
 _NOT_THE_USERS |= set(sys.stdlib_module_names) - {"__main__"}
@@ -71,8 +72,8 @@ class HolderSnapshot:
         if self.is_models:
             self.put_back(self.before)
         elif isinstance(now, dict):
-            items = {key: was for key, was in self.before.items() if now.get(key) is not was}
-            self.put_back({key: was for key, was in items.items() if _holds_fake(now.get(key))})
+            pairs = [(key, was, now.get(key)) for key, was in self.before.items()]
+            self.put_back({key: was for key, was, value in pairs if value is not was and _holds_fake(value)})
 
     def changed(self) -> Iterator[tuple[str, Any, Any]]:
         """Entries that are now different objects: display name, old value, new value."""
@@ -132,6 +133,7 @@ class HostState:
             self._visited.add(id(each))
             self._add_namespace(f"model.{path}" if path else "model", attributes(each), without=_OF_MODULES)
             self.places[-1].derived = frozenset(map(_weight_name, each._forward_pre_hooks.values()))
+        self._modules = tuple(self.places)
         self._explore()
         if not around:
             return
@@ -181,20 +183,19 @@ class HostState:
                 if is_kept and text not in self.apart:
                     yield text, self.line_of(text, is_rebound=place.is_namespace and now is not GROWS)
 
-    def line_of(self, text: str, is_rebound: bool = False) -> str:
-        """Source line that changes an object with this display name, as found by code inspection; "" if none does.
+    def changed_counters(self) -> dict[str, Number]:
+        """Numbers among the attributes of modules that have changed: values before, by module path and name."""
+        return {
+            text.removeprefix("model."): before
+            for place in self._modules
+            for text, before, now in place.changed()
+            if type(before) in COUNTER_TYPES and text not in self.apart
+            if type(now) is Counter or type(now) in COUNTER_TYPES and now != before
+        }
 
-        Args:
-            text: the user's name for it.
-            is_rebound: whether it is another object now, rather than a changed one.
-        """
-        names = re.sub(r"\[[^]]*\]", "", text).split(".")
-        codes = sorted(self._codes, key=lambda code: code.co_name == "__init__")  # which only sets initial values
-        ways = (_stores, _overwrites, _mentions) if is_rebound else (_overwrites, _stores, _mentions)
-        for name, changes, code in product(reversed(names), ways, codes):
-            for line in changes(code, name):
-                return str(SourceLocation.of((code, line)))
-        return ""
+    def line_of(self, text: str, is_rebound: bool = False) -> str:
+        """Source line that changes an object with this display name; see `line_changing`."""
+        return line_changing(self._codes, text, is_rebound)
 
     # Looking around -------------------------------------------------------------------------------------------------
 
@@ -243,12 +244,8 @@ class HostState:
         def snapshot() -> dict[str, Any]:
             return {name: slot.__get__(each) for name, slot in slots(each).items()}
 
-        def restore(before: dict[str, Any]) -> None:
-            for name, slot in slots(each).items():
-                if name in before:
-                    slot.__set__(each, before[name])
-
-        if slots(each):
+        if found := slots(each):
+            restore = _assigning(lambda name, value: found[name].__set__(each, value))
             self._add(text, each, snapshot, restore, is_models, is_namespace=True)
 
     def _add_container(self, text: str, each: Any, is_models: bool) -> None:
@@ -277,10 +274,7 @@ class HostState:
             if is_instance(function, FunctionType):
                 self._waiting.append((f"{kind.__name__}.{name}", function, False))
 
-        def restore(before: dict[str, Any]) -> None:
-            for name, value in before.items():
-                setattr(kind, name, value)
-
+        restore = _assigning(partial(setattr, kind))
         self._add(kind.__name__, kind, lambda: dict(vars(kind)), restore, False, is_namespace=True)
 
     def _add_function(self, function: FunctionType) -> None:
@@ -295,14 +289,13 @@ class HostState:
             here = {name: known[name] for name in named if name in known}
             return here | {name: _content(cell) for name, cell in cells.items()}
 
-        def restore(before: dict[str, Any]) -> None:
-            for name, value in before.items():
-                if name in cells:
-                    cells[name].cell_contents = value
-                else:
-                    known[name] = value
+        def assign(name: str, value: Any) -> None:
+            if name in cells:
+                cells[name].cell_contents = value
+            else:
+                known[name] = value
 
-        self._add("", function, snapshot, restore, False, is_namespace=True)
+        self._add("", function, snapshot, _assigning(assign), False, is_namespace=True)
         for name, value in _defaults(function):
             self._waiting.append((name, value, True))  # the next call finds them unchanged
         self._add_namespace(function.__name__, vars(function), is_models=False)
@@ -335,6 +328,16 @@ def _weight_name(hook: Any) -> str | None:
     return getattr(hook, "name", getattr(hook, "_tensor_name", None)) if is_torchs else None
 
 
+def _assigning(assign: Callable[[str, Any], object]) -> Callable[[dict[str, Any]], None]:
+    """Function that restores contents under names, one by one."""
+
+    def restore(before: dict[str, Any]) -> None:
+        for name, value in before.items():
+            assign(name, value)
+
+    return restore
+
+
 def is_users(each: Any) -> bool:
     """Whether a class or function belongs to user code."""
     return str(each.__module__).partition(".")[0] not in _NOT_THE_USERS
@@ -351,6 +354,11 @@ def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
     code, defaults = function.__code__, function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names used by a function and its nested functions."""
+    return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def _position(generator: GeneratorType[Any, Any, Any]) -> tuple[Any, ...]:
@@ -374,55 +382,3 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty
         return _ABSENT
-
-
-# Code -----------------------------------------------------------------------------------------------------------------
-
-_CHANGING = frozenset(
-    ("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "next", "pop", "popitem",
-     "popleft", "remove", "reverse", "setdefault", "sort", "subtract", "update")
-)  # fmt: skip
-
-
-def _names(code: CodeType) -> set[str]:
-    """Names used by a function and its nested functions."""
-    return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))
-
-
-def _stores(code: CodeType, name: str) -> Iterator[int]:
-    """Source lines that assign a variable or attribute of this name."""
-    for instruction in _instructions(code):
-        is_stored = instruction.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
-        if is_stored and instruction.argval == name:
-            yield _line(instruction)
-
-
-def _overwrites(code: CodeType, name: str) -> Iterator[int]:
-    """Source lines that may mutate an object of this name: by index assignment, or by a known mutating method."""
-    by_line: dict[int, list[dis.Instruction]] = {}
-    for instruction in _instructions(code):
-        by_line.setdefault(_line(instruction), []).append(instruction)
-    for line, instructions in by_line.items():
-        named = [each.argval for each in instructions if each.opname.startswith("LOAD_")]
-        does = any(each.opname in ("STORE_SUBSCR", "STORE_SLICE") for each in instructions) or any(
-            isinstance(each, str) and (each in _CHANGING or each.endswith("_") and not each.startswith("_"))
-            for each in named
-        )
-        if does and name in named:
-            yield line
-
-
-def _mentions(code: CodeType, name: str) -> Iterator[int]:
-    """Source lines mentioning a name, as in `setattr(self, "name", 1)`."""
-    return (_line(instruction) for instruction in _instructions(code) if instruction.argval == name)
-
-
-def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
-    yield from dis.get_instructions(code)
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _instructions(each)
-
-
-def _line(instruction: dis.Instruction) -> int:
-    return (instruction.positions and instruction.positions.lineno) or 0

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from poptorch.base.host_numbers import HostNumbers
-from poptorch.capture.attributes import Attributes, not_rebound
+from poptorch.base.patching import restoring
+from poptorch.capture.attributes import paths_of_modules
 from poptorch.capture.captured_constants import CapturedConstant
 from poptorch.capture.checkpoints import checkpoints_in_regions
 from poptorch.capture.contents import CANNOT_READ
@@ -27,6 +28,7 @@ from poptorch.capture.gradient_hooks import apply_hooks, hooks_of, recording_hoo
 from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.host_state import HostState
 from poptorch.capture.modules import around_forward, averaging, recurrent_in_any_dtype
+from poptorch.capture.rebinding import not_rebound
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.request import CaptureRequest
 from poptorch.capture.seeding import seeding
@@ -158,19 +160,16 @@ def _capture(tracer: Tracer, request: CaptureRequest) -> Captured:
         inputs.begin(breaks)
     tracer.hooks += hooks_of(module, inputs.state)
     tracer.function_interceptor.tensor_hooks.add_parameters(inputs.state, inputs.state_values)
-    attributes = Attributes(module)
     with (
         recorder.materialising_constants(),
         inputs.cleared(),  # unreferenced tensors are gone before that
-        attributes.restored(),
+        restoring(*map(vars, paths_of_modules(module))),
         _surroundings(tracer, request, inputs) as applications,
     ):
         host_state = tracer.host_state
         with _located_errors(recorder):
             result = request.forward(list(inputs.arguments))
-        changed = {
-            name: was for name, was in attributes.changed_counters().items() if f"model.{name}" not in host_state.apart
-        }
+        changed = host_state.changed_counters()
         returned = request.flatten(result)
         tracer.function_interceptor.row_views.refresh(returned)
         outputs = [recorder.value_of(t) for t in returned]

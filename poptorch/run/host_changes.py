@@ -1,7 +1,7 @@
 """Detection of user changes to a module after compilation: hooks, methods, attribute contents.
 
-A program is the earlier `forward`, so the user is warned. `host_writes.py` detects changes of parameters, buffers and
-layers.
+A program is the earlier `forward`, so the user is warned. The snapshots are those of `poptorch.capture.host_state`,
+compared at each call. `host_writes.py` detects changes of parameters, buffers and layers, which could take effect.
 """
 
 from __future__ import annotations

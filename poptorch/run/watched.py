@@ -1,4 +1,4 @@
-"""Watched modules and tensors, whose reads are announced to observers.
+"""Watched modules and tensors, whose reads are announced to observers. Nothing is compared: each read is an event.
 
 A watched object temporarily has a subclass of its class. It remains an instance of the original one, and copies and
 pickles of it have the original one.

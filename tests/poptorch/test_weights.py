@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch")
 # ruff: noqa: E402 - poptorch needs torch
 import poptorch
 from poptorch.base.replica_groups import GroupedParameter, ParameterProxy, ReplicaGroups
-from poptorch.capture.attributes import Attributes, not_rebound
+from poptorch.capture.attributes import Attributes
+from poptorch.capture.rebinding import not_rebound
 from poptorch.enums import CommGroupType, VariableRetrievalMode
 from poptorch.errors import Error
 from poptorch.run.weight_values import overwrite_tensors, read_host_values, tensors_of

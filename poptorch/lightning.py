@@ -411,7 +411,7 @@ class IPUStrategy(SingleDeviceStrategy):
             self._steps[key] = model, step
         model, step = self._steps[key]
         (self.training or model)._follow_host()
-        result = step.make_deferred(model(*inputs), Batching.from_options(options, trains), batch)
+        result = step.execute_side_effects(model(*inputs), Batching.from_options(options, trains), batch)
         if not is_training:
             return result
         return {**result, "loss": result["loss"].mean()} if isinstance(result, Mapping) else result.mean()

@@ -14,10 +14,10 @@ _NEVER_CALLED = ("on_before_backward", "backward", "on_after_backward", "configu
 
 def warn_about_hooks(trainer: Trainer, module: LightningModule) -> None:
     """Name each hook that the module or a callback defines and that is never called, once for each class."""
-    for hooked, base in ((module, LightningModule), *((each, Callback) for each in trainer.callbacks)):
+    for owner, base in ((module, LightningModule), *((each, Callback) for each in trainer.callbacks)):
         for name in _NEVER_CALLED:
-            if hasattr(base, name) and is_overridden(name, hooked, base):
-                _warn_about_hook(f"{type(hooked).__qualname__}.{name}")
+            if hasattr(base, name) and is_overridden(name, owner, base):
+                _warn_about_hook(f"{type(owner).__qualname__}.{name}")
 
 
 @cache

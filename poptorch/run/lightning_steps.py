@@ -30,20 +30,20 @@ from poptorch.errors import createPoptorchError
 from poptorch.ops import identity_loss, return_all
 from poptorch.program.batching import Batching
 
-_OF_METRICS = ("forward", "update", "compute", "reset")
+_METRIC_METHODS = ("forward", "update", "compute", "reset")
 """Deferred methods of a metric; calling a metric is `forward`."""
 
 
 @dataclass(frozen=True)
-class _Number:
-    """A program output used as a call argument: output index and original dtype in `forward`."""
+class _ProgramOutput:
+    """A program output used as a call argument: its index, and its dtype in the step."""
 
-    number: int
+    index: int
     dtype: torch.dtype
 
-    def micro_batch(self, given: Sequence[torch.Tensor], place: int) -> torch.Tensor:
-        """Select one micro-batch's tensor."""
-        return given[self.number][place].to(self.dtype)
+    def of_micro_batch(self, outputs: Sequence[torch.Tensor], micro_batch: int) -> torch.Tensor:
+        """The tensor of one micro-batch."""
+        return outputs[self.index][micro_batch].to(self.dtype)
 
 
 @dataclass(eq=False)
@@ -60,11 +60,13 @@ class _DeferredCall:
     arguments: list[Any]
     structure: pytree.TreeSpec
 
-    def make(self, given: Sequence[torch.Tensor], place: int, results: Mapping[_DeferredCall, Sequence[Any]]) -> Any:
+    def execute(
+        self, outputs: Sequence[torch.Tensor], micro_batch: int, results: Mapping[_DeferredCall, Sequence[Any]]
+    ) -> Any:
         """Execute the call for one micro-batch."""
         flat = [
-            each.micro_batch(given, place)
-            if isinstance(each, _Number)
+            each.of_micro_batch(outputs, micro_batch)
+            if isinstance(each, _ProgramOutput)
             else results[each][-1]
             if type(each) is _DeferredCall
             else each
@@ -75,51 +77,53 @@ class _DeferredCall:
 
 
 @dataclass(frozen=True)
-class _Log:
+class _DeferredLog:
     """A deferred `LightningModule.log` call.
 
     Attributes:
         function: the method.
-        value: value to log: a number of the program, the result of a call, or a metric.
-        how: other arguments, by name.
+        value: value to log: an output of the program, the result of a call, or a metric.
+        kwargs: other arguments, by name.
         on_epoch: whether values are reduced over an epoch.
     """
 
     function: Callable[..., Any]
-    value: _Number | _DeferredCall | Metric
-    how: Mapping[str, Any]
+    value: _ProgramOutput | _DeferredCall | Metric
+    kwargs: Mapping[str, Any]
     on_epoch: bool
 
-    def make(self, values: torch.Tensor, given: Sequence[torch.Tensor], batch: Any) -> None:
+    def execute(self, values: torch.Tensor, outputs: Sequence[torch.Tensor], batch: Any) -> None:
         """Log values of shape `[micro-batches, replicas]` as if each micro-batch had been logged.
 
         Lightning keeps the last value, and reduces over an epoch. So the others are reduced together. Replicas are
         reduced like steps, as Lightning does for several processes.
         """
-        how = dict(self.how)
-        reduce = how.get("reduce_fx", "mean")
+        kwargs = dict(self.kwargs)
+        reduce = kwargs.get("reduce_fx", "mean")
         if isinstance(reduce, str):
             reduce = {"sum": torch.sum, "min": torch.min, "max": torch.max}.get(reduce.lower(), torch.mean)
-        size = how.pop("batch_size", None)
-        weights = given[size.number].reshape(values.shape) if isinstance(size, _Number) else torch.ones_like(values)
-        gathers = self.on_epoch and len(values) > 1
-        if gathers and size is None and reduce is torch.mean:
+        size = kwargs.pop("batch_size", None)
+        weights = torch.ones_like(values)
+        if isinstance(size, _ProgramOutput):
+            weights = outputs[size.index].reshape(values.shape)
+        is_aggregated = self.on_epoch and len(values) > 1
+        if is_aggregated and size is None and reduce is torch.mean:
             size = extract_batch_size(batch)
-        for part in [slice(-1), slice(-1, None)] if gathers else [slice(-1, None)]:
+        for part in [slice(-1), slice(-1, None)] if is_aggregated else [slice(-1, None)]:
             value, weight = values[part].flatten(), weights[part].flatten()
-            if isinstance(size, _Number):
-                how["batch_size"] = weight.sum()
+            if isinstance(size, _ProgramOutput):
+                kwargs["batch_size"] = weight.sum()
             elif size is not None:
-                how["batch_size"] = size * len(values[part])
+                kwargs["batch_size"] = size * len(values[part])
             reduced = (value * weight).sum() / weight.sum() if reduce is torch.mean else reduce(value)
-            self.function(value=reduced, **how)
+            self.function(value=reduced, **kwargs)
 
 
-_WHERE_TRACED = {"_enable_grad": True, "validate_args": False}
+_TRACING_ATTRIBUTES = {"_enable_grad": True, "validate_args": False}
 """Attributes of metrics that become a part of a program: gradients flow, and numbers are looked at on the host."""
 
 
-class _OfMetric:
+class _MetricResult:
     """A metric's return value within a step: on the host, the deferred call's result; else the traced computation.
 
     Most steps only log it, or ignore it. Any other use makes the metric a part of the program.
@@ -139,7 +143,7 @@ class _OfMetric:
     @staticmethod
     def substitute(value: Any) -> Any:
         """Replace deferred metric results by traced results."""
-        return pytree.tree_map(lambda each: each.traced() if isinstance(each, _OfMetric) else each, value)
+        return pytree.tree_map(lambda each: each.traced() if isinstance(each, _MetricResult) else each, value)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -149,23 +153,23 @@ class _OfMetric:
         return getattr(self.traced(), name)
 
 
-def _of_traced(name: str) -> Callable[..., Any]:
+def _traced_operator(name: str) -> Callable[..., Any]:
     """Create a method applying the named operator to the traced result."""
 
-    def method(self: _OfMetric, *others: Any) -> Any:
-        return getattr(self.traced(), name)(*_OfMetric.substitute(others))
+    def method(self: _MetricResult, *others: Any) -> Any:
+        return getattr(self.traced(), name)(*_MetricResult.substitute(others))
 
     return method
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow", "lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(_OfMetric, f"__{_name}__", _of_traced(f"__{_name}__"))
+    setattr(_MetricResult, f"__{_name}__", _traced_operator(f"__{_name}__"))
 for _name in ("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__neg__", "__abs__", "__getitem__", "__iter__"):
-    setattr(_OfMetric, _name, _of_traced(_name))
+    setattr(_MetricResult, _name, _traced_operator(_name))
 
 
 @dataclass
-class _Deferred:
+class _SideEffects:
     """Host-side effects of a step, recorded during a single capture.
 
     Attributes:
@@ -175,86 +179,87 @@ class _Deferred:
     """
 
     calls: list[_DeferredCall] = field(default_factory=list)
-    logs: list[_Log] = field(default_factory=list)
+    logs: list[_DeferredLog] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
 
-    def make(self, numbers: Sequence[torch.Tensor], batching: Batching, batch: Any) -> None:
+    def execute(self, returned: Sequence[torch.Tensor], batching: Batching, batch: Any) -> None:
         """Execute deferred calls for each micro-batch, then log.
 
         Args:
-            numbers: the tensors that the program returns for it, those of all micro-batches.
+            returned: the tensors that the program returns for this, those of all micro-batches.
         """
         shape = batching.micro_batches, batching.groups.replicas
         count = prod(shape)
-        given = [
-            t[None] if count == 1 else t.reshape(count, *each) for t, each in zip(numbers, self.shapes, strict=True)
+        outputs = [
+            t[None] if count == 1 else t.reshape(count, *each) for t, each in zip(returned, self.shapes, strict=True)
         ]
         results: dict[_DeferredCall, list[Any]] = {call: [] for call in self.calls}
-        for place in range(count if self.calls else 0):
+        for micro_batch in range(count if self.calls else 0):
             for call in self.calls:
-                results[call].append(call.make(given, place, results))
+                results[call].append(call.execute(outputs, micro_batch, results))
         for log in self.logs:
             if isinstance(log.value, Metric):
-                log.function(value=log.value, **log.how)
-            elif isinstance(log.value, _Number):
-                log.make(given[log.value.number].reshape(shape), given, batch)
+                log.function(value=log.value, **log.kwargs)
+            elif isinstance(log.value, _ProgramOutput):
+                log.execute(outputs[log.value.index].reshape(shape), outputs, batch)
             elif isinstance(results[log.value][0], Mapping):  # of a collection, by `log_dict`
                 for name in results[log.value][0]:
                     values = torch.stack([torch.as_tensor(each[name]) for each in results[log.value]])
-                    replace(log, how={**log.how, "name": name}).make(values.reshape(shape).float(), given, batch)
+                    named = replace(log, kwargs={**log.kwargs, "name": name})
+                    named.execute(values.reshape(shape).float(), outputs, batch)
             else:
                 values = torch.stack(list(map(torch.as_tensor, results[log.value])))
-                log.make(values.reshape(shape).float(), given, batch)
+                log.execute(values.reshape(shape).float(), outputs, batch)
 
 
-class _Noting:
+class _Recorder:
     """Records a step's host-side effects during capture.
 
     Attributes:
-        deferred: recorded calls.
-        tensors: tensors that the program has to return.
-        logged: the numbers among them that are logged.
+        effects: recorded calls.
+        outputs: tensors that the program has to return.
+        logged: those of them that are logged.
     """
 
     def __init__(self) -> None:
-        self.deferred = _Deferred()
-        self.tensors: list[torch.Tensor] = []
+        self.effects = _SideEffects()
+        self.outputs: list[torch.Tensor] = []
         self.logged: list[torch.Tensor] = []
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> _DeferredCall:
         """Record a call."""
         flat, structure = pytree.tree_flatten((args, kwargs))
-        self.deferred.calls.append(_DeferredCall(function, list(map(self._argument, flat)), structure))
-        return self.deferred.calls[-1]
+        self.effects.calls.append(_DeferredCall(function, list(map(self._argument, flat)), structure))
+        return self.effects.calls[-1]
 
-    def log(self, function: Callable[..., Any], value: Any, how: Mapping[str, Any], on_epoch: bool) -> None:
+    def log(self, function: Callable[..., Any], value: Any, kwargs: Mapping[str, Any], on_epoch: bool) -> None:
         """Record a logged value."""
         if isinstance(value, torch.Tensor):
             value = value.detach().float().mean()
             self.logged.append(value)
-        how = {key: self._argument(each) for key, each in how.items()}
-        self.deferred.logs.append(_Log(function, self._argument(value), how, on_epoch))
+        kwargs = {key: self._argument(each) for key, each in kwargs.items()}
+        self.effects.logs.append(_DeferredLog(function, self._argument(value), kwargs, on_epoch))
 
     def _argument(self, value: Any) -> Any:
-        if isinstance(value, _OfMetric):
+        if isinstance(value, _MetricResult):
             return value.call
         if not isinstance(value, torch.Tensor):
             return value
-        self.tensors.append(value.detach())
-        self.deferred.shapes.append(tuple(value.shape))
-        return _Number(len(self.tensors) - 1, value.dtype)
+        self.outputs.append(value.detach())
+        self.effects.shapes.append(tuple(value.shape))
+        return _ProgramOutput(len(self.outputs) - 1, value.dtype)
 
 
 class _StepCaptures:
     """Host-side effects per capture of a step: they may differ between captures."""
 
     def __init__(self) -> None:
-        self.made: tuple[_Deferred, ...] = ()
+        self.effects: tuple[_SideEffects, ...] = ()
 
-    def number_of(self, deferred: _Deferred) -> int:
+    def add(self, effects: _SideEffects) -> int:
         """Register a capture, and return its index, by which its program labels results."""
-        self.made = (*self.made, deferred)
-        return len(self.made) - 1
+        self.effects = (*self.effects, effects)
+        return len(self.effects) - 1
 
 
 class Step(torch.nn.Module):
@@ -270,26 +275,26 @@ class Step(torch.nn.Module):
         self._captures = _StepCaptures()
         self.training = module.training
 
-    def make_deferred(self, returned: Any, batching: Batching, batch: Any) -> Any:
+    def execute_side_effects(self, returned: Any, batching: Batching, batch: Any) -> Any:
         """Execute the step's deferred host-side effects. Returns the result of the step."""
-        result, numbers, capture = returned
-        self._captures.made[capture].make(numbers, batching, batch)
+        result, outputs, capture = returned
+        self._captures.effects[capture].execute(outputs, batching, batch)
         return result
 
     def forward(self, batch: Any, *indices: torch.Tensor) -> tuple[Any, list[torch.Tensor], int]:
-        numbers = [index[0] for index in indices]
-        positional = len(numbers) - len(self.keywords)
-        noting, appended = _Noting(), _appends(self.module)
-        with self._deferring(noting), _warn_of_numbers(self.module, self.step):
+        scalars = [index[0] for index in indices]
+        positional = len(scalars) - len(self.keywords)
+        recorder, appended = _Recorder(), _track_appends(self.module)
+        with self._deferring(recorder), _warn_of_counters(self.module, self.step):
             result = getattr(self.module, self.step)(
-                batch, *numbers[:positional], **dict(zip(self.keywords, numbers[positional:], strict=True))
+                batch, *scalars[:positional], **dict(zip(self.keywords, scalars[positional:], strict=True))
             )
-            result = _OfMetric.substitute(result)
+            result = _MetricResult.substitute(result)
             for append, item in appended():
-                noting.call(append, (item,), {})
+                recorder.call(append, (item,), {})
         if self.step == "training_step":
-            result = self._with_loss(result, noting.logged)
-        return result, [return_all(t) for t in noting.tensors], self._captures.number_of(noting.deferred)
+            result = self._with_loss(result, recorder.logged)
+        return result, [return_all(t) for t in recorder.outputs], self._captures.add(recorder.effects)
 
     def _with_loss(self, result: Any, logged: Sequence[torch.Tensor]) -> Any:
         """A training step's result, with its loss marked as the model's loss."""
@@ -305,25 +310,25 @@ class Step(torch.nn.Module):
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     @contextmanager
-    def _deferring(self, noting: _Noting) -> Iterator[None]:
+    def _deferring(self, recorder: _Recorder) -> Iterator[None]:
         """Context manager deferring logging and metric updates until after the run."""
         metrics = [each for each in self.module.modules() if isinstance(each, Metric | MetricCollection)]
-        methods: list[dict[str, Any]] = [
+        replacements: list[dict[str, Any]] = [
             {
-                "log": _logger(self.module, noting, self.step != "training_step"),
-                "log_dict": _dict_logger(self.module),
+                "log": _deferred_log(self.module, recorder, self.step != "training_step"),
+                "log_dict": _deferred_log_dict(self.module),
             },
-            *({name: _standing_in(metric, name, noting, metrics) for name in _OF_METRICS} for metric in metrics),
+            *({name: _deferred_method(each, name, recorder, metrics) for name in _METRIC_METHODS} for each in metrics),
         ]
         namespaces = [vars(each) for each in (self.module, *metrics)]
         with restoring(*namespaces):
-            for namespace, others in zip(namespaces, methods, strict=True):
-                namespace.update(others)
+            for namespace, methods in zip(namespaces, replacements, strict=True):
+                namespace.update(methods)
             yield
 
 
-def _appends(module: torch.nn.Module) -> Callable[[], Iterator[tuple[Callable[[Any], None], Any]]]:
-    """Watch the lists among a module's attributes, and in dictionaries there.
+def _track_appends(module: torch.nn.Module) -> Callable[[], Iterator[tuple[Callable[[Any], None], Any]]]:
+    """Track what is appended to the lists among a module's attributes, and in dictionaries there.
 
     Returns:
         A function that removes what has been appended since: calls that append to the list then there, and the items.
@@ -339,10 +344,10 @@ def _appends(module: torch.nn.Module) -> Callable[[], Iterator[tuple[Callable[[A
     def append_to(path: tuple[Any, ...]) -> Callable[[Any], None]:
         def append(item: Any) -> None:
             name, *keys = path
-            there = getattr(module, name)
+            found = getattr(module, name)
             for key in keys:
-                there = there[key]
-            there.append(item)
+                found = found[key]
+            found.append(item)
 
         return append
 
@@ -350,24 +355,24 @@ def _appends(module: torch.nn.Module) -> Callable[[], Iterator[tuple[Callable[[A
 
     def appended() -> Iterator[tuple[Callable[[Any], None], Any]]:
         for path, each in lists():
-            was = before.get(path)
-            if was is not None and len(each) > len(was) and all(map(operator.is_, was, each)):
-                items = each[len(was) :]
-                del each[len(was) :]
+            old = before.get(path)
+            if old is not None and len(each) > len(old) and all(map(operator.is_, old, each)):
+                items = each[len(old) :]
+                del each[len(old) :]
                 yield from ((append_to(path), item) for item in items)
 
     return appended
 
 
 @contextmanager
-def _warn_of_numbers(module: LightningModule, step: str) -> Iterator[None]:
-    """Warn, once per step, about numbers of the trainer that a step reads: they stay as they are in its capture."""
+def _warn_of_counters(module: LightningModule, step: str) -> Iterator[None]:
+    """Warn, once per step, about counters of the trainer that a step reads: they are constants of its program."""
 
-    def telling(kind: type, name: str) -> property:
+    def warning_property(kind: type, name: str) -> property:
         getter = getattr(kind, name).fget
 
         def read(owner: Any) -> Any:
-            number = getter(owner)
+            count = getter(owner)
             _warned.setdefault(module, Warned()).once(
                 (step, name),
                 "`%s` reads `%s`, which is %s now. A step is captured once, so this number is a part of the program, "
@@ -375,66 +380,66 @@ def _warn_of_numbers(module: LightningModule, step: str) -> Iterator[None]:
                 "`on_train_batch_start`: `self.progress.fill_(self.%s)`.",
                 step,
                 name,
-                number,
+                count,
                 name,
             )
-            return number
+            return count
 
         return property(read)
 
     with ExitStack() as stack:
         for name in ("current_epoch", "global_step"):
             for kind in (LightningModule, Trainer):
-                stack.enter_context(patched(kind, **{name: telling(kind, name)}))
+                stack.enter_context(patched(kind, **{name: warning_property(kind, name)}))
         yield
 
 
 _warned: weakref.WeakKeyDictionary[LightningModule, Warned] = weakref.WeakKeyDictionary()
 
 
-def _logger(module: LightningModule, noting: _Noting, gathers: bool) -> Callable[..., None]:
-    """Replacement for `LightningModule.log` within a step; `gathers`: default for aggregating over epochs."""
+def _deferred_log(module: LightningModule, recorder: _Recorder, on_epoch: bool) -> Callable[..., None]:
+    """Replacement for `LightningModule.log` within a step; `on_epoch` is the default of that argument."""
     method = module.log
     parameters = signature(method)
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        how = parameters.bind(name, value, *args, **kwargs).arguments
-        if not isinstance(value, torch.Tensor | _OfMetric | Metric):
+        arguments = parameters.bind(name, value, *args, **kwargs).arguments
+        if not isinstance(value, torch.Tensor | _MetricResult | Metric):
             raise createPoptorchError(
                 f"log: {name!r} is {value!r} ({type(value).__name__}) in a step, which is captured once: it would be "
                 "logged as it was then. Log a tensor that is computed in the step, and others in a hook such as "
                 "`on_train_batch_end`."
             )
-        del how["value"]
-        on_epoch = how.get("on_epoch")
-        noting.log(method, value, how, gathers if on_epoch is None else on_epoch)
+        del arguments["value"]
+        stated = arguments.get("on_epoch")
+        recorder.log(method, value, arguments, on_epoch if stated is None else stated)
 
     return log
 
 
-def _dict_logger(module: LightningModule) -> Callable[..., None]:
+def _deferred_log_dict(module: LightningModule) -> Callable[..., None]:
     """Replacement for `LightningModule.log_dict`: logs a metric collection's results as a single metric."""
     method = module.log_dict
 
     def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(dictionary, _OfMetric):
-            how = signature(method).bind(dictionary, *args, **kwargs).arguments
-            del how["dictionary"]
-            module.log("", dictionary, **how)
+        if isinstance(dictionary, _MetricResult):
+            arguments = signature(method).bind(dictionary, *args, **kwargs).arguments
+            del arguments["dictionary"]
+            module.log("", dictionary, **arguments)
         else:
             method(dictionary, *args, **kwargs)
 
     return log_dict
 
 
-def _standing_in(
-    metric: Any, name: str, noting: _Noting, metrics: Sequence[torch.nn.Module]
-) -> Callable[..., _OfMetric]:
+def _deferred_method(
+    metric: Any, name: str, recorder: _Recorder, metrics: Sequence[torch.nn.Module]
+) -> Callable[..., _MetricResult]:
     """Replacement for a metric method within a step."""
     method = getattr(metric, name)
-    as_they_are = [(each, dict(vars(each))) for each in metrics]
+    attributes_before = [(each, dict(vars(each))) for each in metrics]
 
-    def noted(*args: Any, **kwargs: Any) -> _OfMetric:
+    def deferred(*args: Any, **kwargs: Any) -> _MetricResult:
         @cache
         def trace() -> Any:
             if name != "forward":
@@ -442,15 +447,15 @@ def _standing_in(
                     f"{type(metric).__name__}.{name}: what a metric has seen is on the host, so a step cannot compute "
                     f"with it. Log the result as it is, or call `{name}()` in a hook such as `on_train_epoch_end`."
                 )
-            with restoring(*(vars(each) for each, _ in as_they_are)):
-                for each, attributes in as_they_are:
-                    others = {key: value for key, value in _WHERE_TRACED.items() if key in attributes}
+            with restoring(*(vars(each) for each, _ in attributes_before)):
+                for each, attributes in attributes_before:
+                    others = {key: value for key, value in _TRACING_ATTRIBUTES.items() if key in attributes}
                     vars(each).clear()
                     vars(each).update({**attributes, **others})
                 metric.reset()
-                metric.update(*_OfMetric.substitute(args), **_OfMetric.substitute(kwargs))
+                metric.update(*_MetricResult.substitute(args), **_MetricResult.substitute(kwargs))
                 return metric.compute()
 
-        return _OfMetric(noting.call(method, args, kwargs), trace)
+        return _MetricResult(recorder.call(method, args, kwargs), trace)
 
-    return noted
+    return deferred

@@ -63,7 +63,7 @@ def _begin(t: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     return t
 
 
-def _max_pool(dims: int) -> Callable[..., torch.Tensor]:
+def _max_pool(op: Any, dims: int) -> Callable[..., torch.Tensor]:
     def backward(grad: torch.Tensor, input: torch.Tensor, *settings: Any) -> torch.Tensor:
         *_, indices = settings
         planes = input.shape[:-dims]
@@ -91,7 +91,7 @@ def _by_matrices(
     return grad
 
 
-def _replication_pad(dims: int) -> Callable[..., torch.Tensor]:
+def _replication_pad(op: Any, dims: int) -> Callable[..., torch.Tensor]:
     def backward(grad: torch.Tensor, input: torch.Tensor, padding: Sizes) -> torch.Tensor:
         def pad(t: torch.Tensor, number: int) -> torch.Tensor:
             last = 2 * (dims - 1 - number)  # the first two numbers are for the last dimension
@@ -200,38 +200,37 @@ def _group_norm(
     return (out if bias is None else out + bias.reshape(shape)), mean.squeeze(2), rstd.squeeze(2)
 
 
+def _by_rank(name: str, make: Callable[..., Callable[..., Any]], *ranks: int, **settings: Any) -> dict[Any, Any]:
+    """Decompositions of the backward ops of `name`, with the number of dimensions of images for `{}`.
+
+    Args:
+        make: function of the op whose gradient it is, and of the number of dimensions.
+    """
+    names = {name.format(rank): rank for rank in ranks}
+    return {getattr(aten, f"{n}_backward").default: make(getattr(aten, n), r, **settings) for n, r in names.items()}
+
+
 BACKWARD: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.native_layer_norm.default: _layer_norm,
     aten.native_group_norm.default: _group_norm,
     aten._efficientzerotensor.default: aten.zeros,  # PyTorch adds these below autograd
     aten.convolution_backward.default: _convolution,
-    aten.max_pool2d_with_indices_backward.default: _max_pool(2),
-    aten.max_pool3d_with_indices_backward.default: _max_pool(3),
-    aten.adaptive_max_pool2d_backward.default: _max_pool(2),
-    aten.adaptive_max_pool3d_backward.default: _max_pool(3),
-    aten.fractional_max_pool2d_backward.default: _max_pool(2),
-    aten.fractional_max_pool3d_backward.default: _max_pool(3),
     aten.log_sigmoid_backward.default: _log_sigmoid,
     aten.softshrink_backward.default: _shrink,
     aten.hardshrink_backward.default: _shrink,
-    aten.replication_pad1d_backward.default: _replication_pad(1),
-    aten.replication_pad2d_backward.default: _replication_pad(2),
-    aten.replication_pad3d_backward.default: _replication_pad(3),
     aten._trilinear.default: _trilinear,
-    aten.avg_pool2d_backward.default: _avg_pool(aten.avg_pool2d, 2),
-    aten.avg_pool3d_backward.default: _avg_pool(aten.avg_pool3d, 3),
-    aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_pool(aten._adaptive_avg_pool2d, 2),
-    aten._adaptive_avg_pool3d_backward.default: _adaptive_avg_pool(aten._adaptive_avg_pool3d, 3),
-    aten.upsample_linear1d_backward.default: _upsample(aten.upsample_linear1d, 1, True),
-    aten.upsample_bilinear2d_backward.default: _upsample(aten.upsample_bilinear2d, 2, True),
-    aten.upsample_bicubic2d_backward.default: _upsample(aten.upsample_bicubic2d, 2, True),
-    aten.upsample_trilinear3d_backward.default: _upsample(aten.upsample_trilinear3d, 3, True),
-    aten.upsample_nearest1d_backward.default: _upsample(aten.upsample_nearest1d, 1, False),
-    aten.upsample_nearest2d_backward.default: _upsample(aten.upsample_nearest2d, 2, False),
-    aten.upsample_nearest3d_backward.default: _upsample(aten.upsample_nearest3d, 3, False),
-    aten._upsample_nearest_exact1d_backward.default: _upsample(aten._upsample_nearest_exact1d, 1, False),
-    aten._upsample_nearest_exact2d_backward.default: _upsample(aten._upsample_nearest_exact2d, 2, False),
-    aten._upsample_nearest_exact3d_backward.default: _upsample(aten._upsample_nearest_exact3d, 3, False),
+    **_by_rank("max_pool{}d_with_indices", _max_pool, 2, 3),
+    **_by_rank("adaptive_max_pool{}d", _max_pool, 2, 3),
+    **_by_rank("fractional_max_pool{}d", _max_pool, 2, 3),
+    **_by_rank("replication_pad{}d", _replication_pad, 1, 2, 3),
+    **_by_rank("avg_pool{}d", _avg_pool, 2, 3),
+    **_by_rank("_adaptive_avg_pool{}d", _adaptive_avg_pool, 2, 3),
+    **_by_rank("upsample_linear{}d", _upsample, 1, has_corners=True),
+    **_by_rank("upsample_bilinear{}d", _upsample, 2, has_corners=True),
+    **_by_rank("upsample_bicubic{}d", _upsample, 2, has_corners=True),
+    **_by_rank("upsample_trilinear{}d", _upsample, 3, has_corners=True),
+    **_by_rank("upsample_nearest{}d", _upsample, 1, 2, 3, has_corners=False),
+    **_by_rank("_upsample_nearest_exact{}d", _upsample, 1, 2, 3, has_corners=False),
 }
 """What gives the results of an op, for the same arguments: of those of the backward pass, of norms that it goes
 through, of products that gradients of bilinear layers are, and of zeros that are derivatives in forward mode."""

@@ -7,7 +7,7 @@ results of `forward` and their readers has that as its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -259,19 +259,25 @@ def _insert(nodes: list[Node], application: Application, backward: Trace, inputs
     backward.outer[:] = map(within, backward.outer)
     makers = {id(value.made_by) for value in (*inner.values(), *backward.outer)}
     end = 1 + max(i for i, node in enumerate(nodes) if id(node) in makers)
-    for node in nodes[:end]:
-        node.arguments = with_values(node.arguments, within)
+    substitute(nodes[:end], within)
+    numbers = [i for i, value in enumerate(filter(None, application.results)) if id(value) in inner]
+    arguments = {"results": list(inner.values()), "inputs": list(inputs), "numbers": numbers, "name": application.name}
+    nodes.insert(end, own_derivative(own, backward, nodes[end - 1], **arguments))
+
+
+def substitute(nodes: Iterable[Node], replaced: Callable[[Value], Value]) -> None:
+    """Substitute values that nodes read, also in traces that they run."""
+    for node in nodes:
+        node.arguments = with_values(node.arguments, replaced)
         for trace in node.traces:
-            trace.outer[:] = map(within, trace.outer)
-    last = nodes[end - 1]
-    arguments = {
-        "results": list(inner.values()),
-        "inputs": list(inputs),
-        "backward": backward,
-        "numbers": [i for i, value in enumerate(filter(None, application.results)) if id(value) in inner],
-        "name": application.name,
-    }
-    node = Node(OWN, "", arguments, last.site, last.scope, last.source, results=own, regions=last.regions)
-    for value in own:
+            trace.outer[:] = map(replaced, trace.outer)
+
+
+def own_derivative(values: Sequence[Value], backward: Trace, beside: Node, **arguments: Any) -> Node:
+    """An op that makes these values, with a trace as its gradient, and the placement of another op."""
+    arguments["backward"] = backward
+    node = Node(OWN, "", arguments, beside.site, beside.scope, beside.source, regions=beside.regions)
+    node.results = list(values)
+    for value in values:
         value.made_by = node
-    nodes.insert(end, node)
+    return node

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from poptorch.base.patching import patched
-from poptorch.capture.derivatives import OWN, trace_backward
+from poptorch.capture.derivatives import own_derivative, substitute, trace_backward
 from poptorch.capture.losses import MARKED
 from poptorch.capture.tensor_hooks import TensorHook
 from poptorch.capture.torch_private import without_modes
-from poptorch.capture.trace import Node, Trace, Value, with_values
+from poptorch.capture.trace import Node, Trace, Value
 from poptorch.capture.tracer import Tracer
 
 
@@ -143,14 +143,6 @@ def _insert(nodes: list[Node], end: int, value: Value, readers: Iterable[Node], 
     """Insert an op that returns a value for its readers, with a trace as its gradient."""
     hooked = Value(value.shape, value.dtype, requires_grad=True)
 
-    def replaced(each: Value) -> Value:
-        return hooked if each is value else each
-
-    for node in readers:
-        node.arguments = with_values(node.arguments, replaced)
-        for trace in node.traces:
-            trace.outer[:] = map(replaced, trace.outer)
-    arguments = {"results": [value], "inputs": [value], "backward": backward, "numbers": [0], "name": "hook"}
-    node = Node(OWN, "", arguments, beside.site, beside.scope, beside.source, results=[hooked], regions=beside.regions)
-    hooked.made_by = node
-    nodes.insert(end, node)
+    substitute(readers, lambda each: hooked if each is value else each)
+    arguments = {"results": [value], "inputs": [value], "numbers": [0], "name": "hook"}
+    nodes.insert(end, own_derivative([hooked], backward, beside, **arguments))

@@ -124,7 +124,7 @@ def rrelu(
     """Randomised leaky ReLU; training draws a random slope per element."""
     if not training:
         return leaky_relu(input, negative_slope=(lower + upper) / 2)
-    return prelu(input, uniform(input.shape, input.dtype, lower, upper))
+    return prelu(input, uniform(lower, upper))
 
 
 @lowers("aten.glu")

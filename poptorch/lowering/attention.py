@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import popxl
-from poptorch.lowering.emission import emission
+from poptorch.lowering.emission import next_seed
 from poptorch.lowering.linalg import linear
 from poptorch.lowering.nn import softmax
 from poptorch.lowering.operands import broadcast, cast_like
@@ -155,7 +155,7 @@ def _attention_with_weights(
         scores = _apply_mask(scores, mask)
     attention = softmax(scores, -1)
     if dropout_p:
-        attention = ops.dropout(attention, emission().seeds.next(), dropout_p)
+        attention = ops.dropout(attention, next_seed(), dropout_p)
     return ops.matmul(attention, v), attention
 
 
@@ -206,4 +206,4 @@ def _combine_masks(masks: Sequence[popxl.Tensor]) -> Optional:
 
 
 def _seed(dropout: float) -> Optional:
-    return emission().seeds.next() if dropout else None
+    return next_seed() if dropout else None

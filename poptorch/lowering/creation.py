@@ -11,7 +11,7 @@ import torch
 
 import popxl
 from poptorch.base.dtypes import to_numpy
-from poptorch.lowering.emission import emission
+from poptorch.lowering.emission import wanted
 from poptorch.lowering.operands import Number, broadcast, cast_like, constant_of
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
@@ -21,9 +21,9 @@ from popxl import ops
 
 def fill_like_node(value: Number | complex) -> popxl.Tensor:
     """Fill a tensor of the expected shape and dtype with a number."""
-    (wanted,) = emission().wanted
-    t = cast_like(value, wanted.dtype)
-    return broadcast(t, shape=wanted.shape) if wanted.shape else t
+    spec = wanted()
+    t = cast_like(value, spec.dtype)
+    return broadcast(t, shape=spec.shape) if spec.shape else t
 
 
 def _declare_fill(value: Number, *names: str) -> None:
@@ -56,10 +56,10 @@ def scalar_tensor(s: Number, dtype: popxl.dtype | None = None) -> popxl.Tensor:
 
 @lowers("aten.arange")
 def arange(start: Number = 0, step: Number = 1, **given: Any) -> popxl.Tensor:
-    (wanted,) = emission().wanted
-    kind = float if wanted.dtype.is_floating_point else int
-    numbers = kind(start) + kind(step) * np.arange(*wanted.shape)
-    return cast_like(constant_of(torch.from_numpy(numbers)), wanted.dtype)
+    spec = wanted()
+    kind = float if spec.dtype.is_floating_point else int
+    numbers = kind(start) + kind(step) * np.arange(*spec.shape)
+    return cast_like(constant_of(torch.from_numpy(numbers)), spec.dtype)
 
 
 def _declare_constant(name: str) -> None:
@@ -68,9 +68,8 @@ def _declare_constant(name: str) -> None:
 
     @lowers(f"aten.{name}")
     def lowering(dtype: popxl.dtype | None = None, **numbers: Any) -> popxl.Tensor:
-        (wanted,) = emission().wanted
-        t = function(**numbers, dtype=getattr(torch, wanted.dtype.name))
-        return popxl.constant(to_numpy(t), wanted.dtype)
+        t = function(**numbers, dtype=getattr(torch, wanted().dtype.name))
+        return popxl.constant(to_numpy(t), wanted().dtype)
 
 
 for _name in ("linspace", "logspace", "tril_indices", "triu_indices", "fft_fftfreq", "fft_rfftfreq"):
@@ -110,8 +109,7 @@ def logspace(
 
 @lowers("aten.eye")
 def eye(n: int, m: int | None = None, dtype: popxl.dtype | None = None) -> popxl.Tensor:
-    (wanted,) = emission().wanted
-    return _eye(rows=n, columns=n if m is None else m, dtype=wanted.dtype)
+    return _eye(rows=n, columns=n if m is None else m, dtype=wanted().dtype)
 
 
 @jax_op(title="Eye", gradient=None)

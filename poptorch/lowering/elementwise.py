@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import popxl
 from poptorch.lowering.complex import sgn
-from poptorch.lowering.emission import emission
+from poptorch.lowering.emission import wanted
 from poptorch.lowering.operands import cast_like, promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
@@ -364,8 +364,7 @@ def _to_integers(input: Any, *, data_type: popxl.dtype) -> Any:
 
 @lowers("aten.copy_", "aten.copy")
 def copy(src: popxl.Tensor, input: popxl.Tensor | None = None) -> popxl.Tensor:
-    (wanted,) = emission().wanted
-    return to(src, None if src.dtype == wanted.dtype else wanted.dtype)
+    return to(src, None if src.dtype == wanted().dtype else wanted().dtype)
 
 
 # Simulated quantisation in training -----------------------------------------------------------------------------------

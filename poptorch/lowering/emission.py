@@ -39,6 +39,16 @@ def emission() -> Emission:
     return _emissions.current
 
 
+def wanted() -> popxl.TensorSpec:
+    """Shape and dtype of the first result of the current op."""
+    return emission().wanted[0]
+
+
+def next_seed() -> popxl.Tensor:
+    """Seed of the next random op."""
+    return emission().seeds.next()
+
+
 def popxl_dtype(dtype: torch.dtype) -> popxl.dtype:
     """The popxl dtype on the device for a PyTorch dtype."""
     return _DTYPES[device_dtype(dtype)]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import popxl
-from poptorch.lowering.emission import emission
+from poptorch.lowering.emission import wanted
 from poptorch.lowering.operands import Number, axis_of, broadcast, cast_like, lined
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
@@ -275,7 +275,7 @@ def index_put(
 
 @lowers("aten.masked_scatter")
 def masked_scatter(input: popxl.Tensor, mask: popxl.Tensor, source: popxl.Tensor) -> popxl.Tensor:
-    shape = emission().wanted[0].shape
+    shape = wanted().shape
     t, where = (each if each.shape == shape else broadcast(each, shape=shape) for each in (input, mask))
     return masked_update(t, ops.reshape(source, (source.nelms,)), where, axis=0, accumulate=False)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import popxl
-from poptorch.lowering.emission import emission
+from poptorch.lowering.emission import wanted
 from poptorch.lowering.operands import cast_like, promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
@@ -109,7 +109,7 @@ def _declare_sum(name: str, multiplied: Callable[..., popxl.Tensor]) -> None:
 
     def lowering(input: popxl.Tensor, beta: float = 1, alpha: float = 1, **factors: popxl.Tensor) -> popxl.Tensor:
         if alpha == 0:  # the product is ignored, infinities and NaN included
-            (spec,) = emission().wanted
+            spec = wanted()
             out = ops.init(spec.shape, spec.dtype, "zeros", "zero")
         else:
             out = multiplied(**factors)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import popxl
-from poptorch.lowering.emission import emission
+from poptorch.lowering.emission import next_seed
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 
@@ -21,7 +21,7 @@ def fps(src: popxl.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start:
     found = []
     for start, stop in zip(ptr[:-1], ptr[1:], strict=True):
         count = math.ceil(ratio * (stop - start))
-        seed = emission().seeds.next() if random_start else None
+        seed = next_seed() if random_start else None
         found.append(_farthest_points(src[start:stop], seed, count=count) + start)
     return ops.concat(found, 0)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import popxl
-from poptorch.lowering.emission import emission
+from poptorch.lowering.emission import emission, next_seed, wanted
 from poptorch.lowering.operands import Number, cast_like
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
@@ -20,58 +21,56 @@ from popxl.op import VJP, OpKind
 
 
 def _draw(name: str, function: Callable[..., Any], gradient: Any = None) -> Callable[..., popxl.Tensor]:
-    """Wrap a function of a JAX key as an op; calls draw a new seed."""
+    """Wrap a function of a JAX key as an op; calls draw a new seed. Its `shape`, if it has one, is that of the result
+    of the lowered op."""
+    is_shaped = "shape" in inspect.signature(function).parameters
 
     @functools.wraps(function)
     def from_seed(seed: Any, *arrays: Any, **numbers: Any) -> Any:
         return function(jax.random.wrap_key_data(seed, impl="threefry2x32"), *arrays, **numbers)
 
     kind: OpKind = jax_op(title=f"Random{name}", gradient=gradient)(round_once(from_seed))
-    return lambda *parameters, **numbers: kind(emission().seeds.next(), *parameters, **numbers)
+
+    def draw(*parameters: popxl.Tensor, **numbers: Any) -> popxl.Tensor:
+        return kind(next_seed(), *parameters, **numbers | ({"shape": wanted().shape} if is_shaped else {}))
+
+    return draw
 
 
 # Uniform and normal ---------------------------------------------------------------------------------------------------
 
 
-def uniform(shape: Sequence[int], dtype: popxl.dtype, low: float = 0, high: float = 1) -> popxl.Tensor:
+def uniform(low: float = 0, high: float = 1) -> popxl.Tensor:
     """Uniform random numbers from `low` to `high`."""
-    return ops.random_uniform(emission().seeds.next(), tuple(shape), low, high, dtype)
+    return ops.random_uniform(next_seed(), wanted().shape, low, high, wanted().dtype)
 
 
-@lowers("aten.rand", "aten.rand_like")
-def rand(**like: Any) -> popxl.Tensor:
-    (wanted,) = emission().wanted
-    return uniform(wanted.shape, wanted.dtype)
+lowers("aten.rand", "aten.rand_like")(lambda **like: uniform())
 
 
 @lowers("aten.uniform_")
 def uniform_(to: float = 1, **given: Any) -> popxl.Tensor:
-    (wanted,) = emission().wanted
-    return uniform(wanted.shape, wanted.dtype, given.get("from", 0), to)
-
-
-@lowers("aten.randn", "aten.randn_like")
-def randn(**like: Any) -> popxl.Tensor:
-    return normal()
+    return uniform(given.get("from", 0), to)
 
 
 @lowers("aten.normal", "aten.normal_")
 def normal(mean: Number | popxl.Tensor = 0, std: Number | popxl.Tensor = 1, **like: Any) -> popxl.Tensor:
-    (wanted,) = emission().wanted
+    spec = wanted()
     if isinstance(mean, popxl.Tensor) or isinstance(std, popxl.Tensor):
-        return _normal(*(cast_like(each, wanted.dtype) for each in (mean, std)), shape=wanted.shape)
-    if wanted.dtype.is_complex:  # both parts have half of the variance
-        parts = ops.random_normal(emission().seeds.next(), (*wanted.shape, 2), 0, std / math.sqrt(2))
+        return _normal(*(cast_like(each, spec.dtype) for each in (mean, std)))
+    if spec.dtype.is_complex:  # both parts have half of the variance
+        parts = ops.random_normal(next_seed(), (*spec.shape, 2), 0, std / math.sqrt(2))
         return ops.view_as_complex(parts) + mean
-    return ops.random_normal(emission().seeds.next(), wanted.shape, mean, std, wanted.dtype)
+    return ops.random_normal(next_seed(), spec.shape, mean, std, spec.dtype)
 
 
+lowers("aten.randn", "aten.randn_like")(lambda **like: normal())
 _normal = _draw("Normal", lambda key, mean, std, *, shape: mean + std * jax.random.normal(key, shape, mean.dtype))
 
 
 @lowers("aten.log_normal_")
 def log_normal(mean: float = 1, std: float = 2, **like: Any) -> popxl.Tensor:
-    return ops.exp(ops.random_normal(emission().seeds.next(), emission().wanted[0].shape, mean, std))
+    return ops.exp(ops.random_normal(next_seed(), wanted().shape, mean, std))
 
 
 # Other univariate distributions ---------------------------------------------------------------------------------------
@@ -85,7 +84,7 @@ def bernoulli(input: popxl.Tensor, p: Number | popxl.Tensor | None = None) -> po
 @lowers("aten.bernoulli_")
 def bernoulli_(p: Number | popxl.Tensor = 0.5) -> popxl.Tensor:
     probability = p if isinstance(p, popxl.Tensor) else popxl.constant(p, popxl.float32)
-    return _bernoulli(probability, shape=emission().wanted[0].shape)
+    return _bernoulli(probability)
 
 
 _bernoulli = _draw("Bernoulli", lambda key, p, *, shape: jax.random.bernoulli(key, p, shape))
@@ -96,17 +95,17 @@ _geometric = _draw("Geometric", lambda key, *, p, shape: jax.random.geometric(ke
 
 @lowers("aten.cauchy_")
 def cauchy(median: float = 0, sigma: float = 1, **like: Any) -> popxl.Tensor:
-    return _cauchy(shape=emission().wanted[0].shape) * sigma + median
+    return _cauchy() * sigma + median
 
 
 @lowers("aten.exponential_")
 def exponential(lambd: float = 1, **like: Any) -> popxl.Tensor:
-    return _exponential(shape=emission().wanted[0].shape) / lambd
+    return _exponential() / lambd
 
 
 @lowers("aten.geometric_")
 def geometric(p: float, **like: Any) -> popxl.Tensor:
-    return _geometric(p=p, shape=emission().wanted[0].shape)
+    return _geometric(p=p)
 
 
 lowers("aten.poisson")(_draw("Poisson", lambda key, input: jax.random.poisson(key, input)))
@@ -122,7 +121,7 @@ def _integers(low: int, high: int) -> popxl.Tensor:
     """Random integers, `low` inclusive, `high` exclusive."""
     if not -(2**31) <= low < high <= 2**31:
         raise ValueError(f"integers from {low} to {high} are asked for; those of the device have 32 bits.")
-    return _randint(low=low, high=min(high, 2**31 - 1), shape=emission().wanted[0].shape)
+    return _randint(low=low, high=min(high, 2**31 - 1))
 
 
 _randint = _draw("Randint", lambda key, *, low, high, shape: jax.random.randint(key, shape, low, high, jnp.int32))
@@ -135,7 +134,7 @@ def randint(high: int, low: int = 0, **like: Any) -> popxl.Tensor:
 
 @lowers("aten.random_")
 def random_(to: int | None = None, **given: Any) -> popxl.Tensor:
-    return _integers(given.get("from", 0), _beyond(emission().wanted[0].dtype) if to is None else to)
+    return _integers(given.get("from", 0), _beyond(wanted().dtype) if to is None else to)
 
 
 def _beyond(dtype: popxl.dtype) -> int:
@@ -150,9 +149,7 @@ def _beyond(dtype: popxl.dtype) -> int:
 _permutation = _draw("Permutation", lambda key, *, n: jax.random.permutation(key, n))
 
 
-@lowers("aten.randperm")
-def randperm(n: int, **like: Any) -> popxl.Tensor:
-    return _permutation(n=n)
+lowers("aten.randperm")(lambda n, **like: _permutation(n=n))
 
 
 @lowers("aten.multinomial")
@@ -186,8 +183,8 @@ def dropout(input: popxl.Tensor, p: float | popxl.Tensor, training: bool) -> pop
     if not training:
         return ops.identity(input)
     if isinstance(p, popxl.Tensor):
-        kept = ops.random_uniform(emission().seeds.next(), input.shape) >= p
+        kept = ops.random_uniform(next_seed(), input.shape) >= p
         return input * (ops.cast(kept, popxl.float32) / ops.maximum(1 - p, popxl.constant(1e-30, popxl.float32)))
     if p == 0:
         return ops.identity(input)
-    return input * 0 if p == 1 else ops.dropout(input, emission().seeds.next(), p)
+    return input * 0 if p == 1 else ops.dropout(input, next_seed(), p)

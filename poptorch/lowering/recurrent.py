@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import popxl
-from poptorch.lowering.emission import emission
+from poptorch.lowering.emission import next_seed
 from poptorch.lowering.registry import lowers
 from popxl import OpKind, ops
 from popxl.extend.kernels import products, widen
@@ -210,7 +210,7 @@ def _stacked(name: str) -> Callable[..., Any]:
         last: list[Tensors] = []
         for layer in range(num_layers):
             if layer and train and dropout:
-                x = ops.dropout(x, emission().seeds.next(), dropout)
+                x = ops.dropout(x, next_seed(), dropout)
             outs = []
             for backwards in range(directions):
                 number = layer * directions + backwards

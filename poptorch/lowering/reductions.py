@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 import popxl
-from poptorch.lowering.emission import emission
+from poptorch.lowering.emission import wanted
 from poptorch.lowering.operands import axes_of, axis_of, cast_like, lined, promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
@@ -33,7 +33,7 @@ def _over_dims(
     def lowering(
         input: popxl.Tensor, dim: Dims = None, keepdim: bool = False, dtype: popxl.dtype | None = None
     ) -> popxl.Tensor:
-        return op(cast_like(input, of or emission().wanted[0].dtype), axes_of(input, dim))
+        return op(cast_like(input, of or wanted().dtype), axes_of(input, dim))
 
 
 def _of_axes(title: str, function: Callable[..., Any], **settings: Any) -> Callable[..., popxl.Tensor]:
@@ -288,7 +288,7 @@ def _running(name: str, function: Callable[..., Any]) -> None:
 
     @lowers(f"aten.{name}")
     def lowering(input: popxl.Tensor, dim: int, dtype: popxl.dtype | None = None) -> popxl.Tensor:
-        return kind(lined(cast_like(input, emission().wanted[0].dtype)), axis=axis_of(input, dim))
+        return kind(lined(cast_like(input, wanted().dtype)), axis=axis_of(input, dim))
 
 
 _running("cumsum", lax.cumsum)

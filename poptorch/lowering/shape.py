@@ -17,7 +17,7 @@ import popxl
 from poptorch.capture.tensor_layout import overlaps, written_last
 from poptorch.capture.trace import BASE, Data, View
 from poptorch.lowering.complex import VIEW_INVERSES
-from poptorch.lowering.emission import emission
+from poptorch.lowering.emission import emission, wanted
 from poptorch.lowering.operands import Number, axis_of, broadcast, cast_like, constant_of, promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
@@ -41,13 +41,13 @@ def _view(*names: str) -> tuple[str, ...]:
 
 @lowers(*_view("view", "unsqueeze", "squeeze"), "aten._unsafe_view", "aten.reshape")
 def reshape(input: popxl.Tensor, **how: Any) -> popxl.Tensor:
-    return ops.reshape(input, emission().wanted[0].shape)
+    return ops.reshape(input, wanted().shape)
 
 
 @lowers("aten.view.dtype")
 def view_as(input: popxl.Tensor, dtype: popxl.dtype) -> popxl.Tensor:
     out = bits(input, dtype=dtype)
-    if out.shape != emission().wanted[0].shape:
+    if out.shape != wanted().shape:
         raise ValueError(
             f"view: the numbers of {input!r} have another size than in PyTorch, where they have 64 bits, so there are "
             f"others as {dtype}. Cast them to a dtype of at most 32 bits first."
@@ -86,7 +86,7 @@ def permute(input: popxl.Tensor, dims: Sequence[int]) -> popxl.Tensor:
 
 @lowers(*_view("expand"))
 def expand(input: popxl.Tensor, size: Sequence[int], implicit: bool = False) -> popxl.Tensor:
-    return broadcast(input, shape=emission().wanted[0].shape)
+    return broadcast(input, shape=wanted().shape)
 
 
 def _slice_axis(t: popxl.Tensor, axis: int, *bounds: int | None) -> popxl.Tensor:
@@ -116,8 +116,8 @@ def narrow(input: popxl.Tensor, dim: int, start: int, length: int) -> popxl.Tens
 @lowers(*_view("split", "split_with_sizes", "unbind"), "aten.unsafe_split", "aten.unsafe_split_with_sizes")
 def split(input: popxl.Tensor, dim: int = 0, **sizes: Any) -> list[popxl.Tensor]:
     axis = axis_of(input, dim)
-    wanted = [spec.shape[axis] if len(spec.shape) == len(input.shape) else 1 for spec in emission().wanted]
-    return [_slice_axis(input, axis, end - size, end) for size, end in zip(wanted, accumulate(wanted), strict=True)]
+    parts = [spec.shape[axis] if len(spec.shape) == len(input.shape) else 1 for spec in emission().wanted]
+    return [_slice_axis(input, axis, end - size, end) for size, end in zip(parts, accumulate(parts), strict=True)]
 
 
 @jax_op(*_view("diagonal"))

@@ -303,10 +303,14 @@ class Segment(Step):
             self._run_ops(values, run, channels)
         else:
             values.update(self._described)
-        for t, ipu in self._result_copies:
-            values[t] = run.copy_to_ipu(values[t], ipu)
+        self.copy_results(values, run)
         for key in self.drops:
             del values[key]
+
+    def copy_results(self, values: Values, run: Run) -> None:
+        """Copy results needed on other IPUs."""
+        for t, ipu in self._result_copies:
+            values[t] = run.copy_to_ipu(values[t], ipu)
 
     def _run_ops(self, values: Values, run: Run, channels: Channels) -> None:
         overwritten, positions, new = run.call(

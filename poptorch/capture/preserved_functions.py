@@ -75,6 +75,12 @@ def _preserve(*functions: Callable[..., Any], **settings: Any) -> PreservedFunct
     return PreservedFunction(f"torch.{functions[0].__name__}", functions, **settings)
 
 
+def _named(names: str, *owners: Any) -> tuple[Callable[..., Any], ...]:
+    """Functions with these names in modules or classes; of several owners, in those that have them."""
+    pairs = [(owner, name) for name in names.split() for owner in owners]
+    return tuple(getattr(owner, name) for owner, name in pairs if len(owners) == 1 or hasattr(owner, name))
+
+
 def _has_dim(given: Mapping[str, Any]) -> bool:
     return given["dim"] is not None
 
@@ -85,23 +91,11 @@ def _statistics(given: Mapping[str, Any]) -> list[torch.Tensor]:
     return [t for t in (given["running_mean"], given["running_var"]) if learns and t is not None]
 
 
-_LOSSES = (
-    F.l1_loss,
-    F.mse_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.soft_margin_loss,
-    F.hinge_embedding_loss,
-    F.margin_ranking_loss,
-    F.cross_entropy,
-    F.nll_loss,
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-    F.kl_div,
-    F.poisson_nll_loss,
-    F.cosine_embedding_loss,
-    F.triplet_margin_loss,
-    F.multilabel_soft_margin_loss,
+_LOSSES = _named(
+    "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy hinge_embedding_loss "
+    "huber_loss kl_div l1_loss margin_ranking_loss mse_loss multilabel_soft_margin_loss nll_loss poisson_nll_loss "
+    "smooth_l1_loss soft_margin_loss triplet_margin_loss",
+    F,
 )
 
 
@@ -140,14 +134,10 @@ def _shaped_as_linear_cross_entropy(options: Any, **given: Any) -> torch.Tensor:
     return F.linear_cross_entropy(**given)  # options only select the algorithm
 
 
-_LOSSES_OF_TORCH = (
-    torch.binary_cross_entropy_with_logits,
-    torch.cosine_embedding_loss,
-    torch.hinge_embedding_loss,
-    torch.kl_div,
-    torch.margin_ranking_loss,
-    torch.poisson_nll_loss,
-    torch.triplet_margin_loss,
+_LOSSES_OF_TORCH = _named(
+    "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss kl_div margin_ranking_loss "
+    "poisson_nll_loss triplet_margin_loss",
+    torch,
 )
 """Losses that `torch` has by the names of `torch.nn.functional`, but with parameters of their own. The reduction is
 a number."""
@@ -172,8 +162,8 @@ def _shaped_as_combinations(input: torch.Tensor, r: int = 2, with_replacement: b
     return input.sum().expand(count, r).clone()  # of the input, so that gradients are known to flow
 
 
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-_CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
+_RECURRENT = _named("lstm gru rnn_tanh rnn_relu", torch)
+_CELLS = _named("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", torch)
 
 
 def _with_rows(given: Mapping[str, Any]) -> bool:
@@ -255,12 +245,9 @@ PRESERVED_FUNCTIONS: tuple[PreservedFunction, ...] = (
     _preserve(F.instance_norm, torch.instance_norm, writes=_statistics),
     _preserve(torch.native_batch_norm, writes=_statistics),
     _preserve(torch.batch_norm, writes=_statistics),
-    _preserve(F.layer_norm, torch.layer_norm),
-    _preserve(F.group_norm, torch.group_norm),
-    _preserve(F.rms_norm, torch.rms_norm),
+    *(_preserve(*_named(name, F, torch)) for name in ("layer_norm", "group_norm", "rms_norm")),
     _preserve(F.pad),
-    _preserve(torch.quantile, torch.Tensor.quantile),
-    _preserve(torch.nanquantile, torch.Tensor.nanquantile),
+    *(_preserve(*_named(name, torch, torch.Tensor)) for name in ("quantile", "nanquantile")),
     _preserve(torch.bincount, torch.Tensor.bincount, shaped_as=_shaped_as_bincount),
     _preserve(torch.cov, torch.Tensor.cov, shaped_as=_shaped_as_cov),
     _preserve(torch.corrcoef, torch.Tensor.corrcoef, shaped_as=_shaped_as_cov),
@@ -292,28 +279,12 @@ PRESERVED_FUNCTIONS: tuple[PreservedFunction, ...] = (
 
 # Dtypes ---------------------------------------------------------------------------------------------------------------
 
-_OF_THE_ACTIVATION = (
-    F.linear,
-    F.bilinear,
-    F.linear_cross_entropy,
-    F.conv1d,
-    F.conv2d,
-    F.conv3d,
-    F.conv_transpose1d,
-    F.conv_transpose2d,
-    F.conv_transpose3d,
-    *_RECURRENT,
-    *_CELLS,
-)
+_CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
+_OF_THE_ACTIVATION = (*_named(f"linear bilinear linear_cross_entropy {_CONVOLUTIONS}", F), *_RECURRENT, *_CELLS)
 """Functions that compute in the dtype of their first argument. (PyTorch wants all arguments to have the same.)"""
 
 _OF_QUERY_KEY_AND_VALUE = (F.multi_head_attention_forward, F.scaled_dot_product_attention)
 """Functions that compute in the dtype to which these are promoted, whatever that of weights and masks."""
-
-
-def _named(names: str, *owners: Any) -> tuple[Callable[..., Any], ...]:
-    """Functions with these names in modules or classes, where present."""
-    return tuple(getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name))
 
 
 _PRODUCTS = "addbmm addmm addmv addr baddbmm lerp"

@@ -128,11 +128,7 @@ class ParameterProxy:
     """
 
     def __init__(
-        self,
-        parameter: torch.nn.Parameter,
-        name: str,
-        replicas: int,
-        group: Callable[[GroupedParameter | None], None],
+        self, parameter: torch.nn.Parameter, name: str, replicas: int, group: Callable[[GroupedParameter | None], None]
     ) -> None:
         vars(self).update(_parameter=parameter, _name=name, _replicas=replicas, _group=group)
 

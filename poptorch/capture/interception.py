@@ -25,11 +25,7 @@ from poptorch.capture.preserved_functions import (
 )
 from poptorch.capture.row_views import RowViews
 from poptorch.capture.tensor_hooks import TensorHooks
-from poptorch.capture.torch_private import (
-    TorchDispatchMode,
-    in_transform,
-    with_weight,
-)
+from poptorch.capture.torch_private import TorchDispatchMode, in_transform, with_weight
 from poptorch.errors import createPoptorchError
 
 if TYPE_CHECKING:

@@ -204,11 +204,7 @@ def _capture(tracer: Tracer, request: CaptureRequest) -> Captured:
 
 
 @contextmanager
-def _surroundings(
-    tracer: Tracer,
-    request: CaptureRequest,
-    inputs: _Inputs,
-) -> Iterator[list[Application]]:
+def _surroundings(tracer: Tracer, request: CaptureRequest, inputs: _Inputs) -> Iterator[list[Application]]:
     """Context manager in which `forward` runs: fake tensors in its module, and PyTorch functions that are intercepted.
 
     Afterwards the module and the host objects that `forward` changes are as before. Collects custom derivatives, if the

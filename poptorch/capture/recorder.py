@@ -32,18 +32,7 @@ from poptorch.capture.stand_ins import StandIn
 from poptorch.capture.storages import TensorStorage, TensorView
 from poptorch.capture.tensor_layout import TensorLayout, offsets_of, views_between
 from poptorch.capture.torch_private import FakeTensor, become, forget_history, storage_key, without_modes
-from poptorch.capture.trace import (
-    BASE,
-    Data,
-    Node,
-    Trace,
-    Value,
-    View,
-    detached,
-    tensors_in,
-    with_leaf,
-    with_values,
-)
+from poptorch.capture.trace import BASE, Data, Node, Trace, Value, View, detached, tensors_in, with_leaf, with_values
 from poptorch.errors import createPoptorchError
 from popxl.extend.source import SourceLocation
 

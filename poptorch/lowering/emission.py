@@ -293,10 +293,7 @@ class _Function:
 
 
 _derived_seed = popxl.OpKind(
-    "DeriveSeed",
-    lambda seed, *, number: fold_in(seed, number),
-    gradient=None,
-    key="poptorch.DeriveSeed",
+    "DeriveSeed", lambda seed, *, number: fold_in(seed, number), gradient=None, key="poptorch.DeriveSeed"
 )
 
 

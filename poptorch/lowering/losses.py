@@ -279,11 +279,7 @@ def nll_loss(
 
 @_reducing("cross_entropy")
 def cross_entropy(
-    input: popxl.Tensor,
-    target: popxl.Tensor,
-    weight: popxl.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
+    input: popxl.Tensor, target: popxl.Tensor, weight: popxl.Tensor | None, ignore_index: int, label_smoothing: float
 ) -> Losses:
     axis = _class_axis(input)
     logs = log_softmax(input, axis)

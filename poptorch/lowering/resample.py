@@ -149,10 +149,7 @@ _resample = jax_op(title="Resample", gradient={"input": lambda g, axes: _resampl
 
 def _resizes(name: str, mode: str, axes: int, antialias: bool = False) -> None:
     def resize(
-        input: popxl.Tensor,
-        output_size: Sequence[int],
-        align_corners: bool = False,
-        **scales: float | None,
+        input: popxl.Tensor, output_size: Sequence[int], align_corners: bool = False, **scales: float | None
     ) -> popxl.Tensor:
         names = ["scales"] if axes == 1 else ["scales_d", "scales_h", "scales_w"][-axes:]
         old = zip(input.shape[-axes:], output_size, (scales.get(name) for name in names), strict=True)

@@ -200,11 +200,7 @@ def _like(given: Any, items: Iterable[Any]) -> Any:
 
 @op()
 def serializedMatMul(
-    lhs: torch.Tensor,
-    rhs: torch.Tensor,
-    mode: MatMulSerializationMode,
-    factor: int = 0,
-    keep_precision: bool = False,
+    lhs: torch.Tensor, rhs: torch.Tensor, mode: MatMulSerializationMode, factor: int = 0, keep_precision: bool = False
 ) -> torch.Tensor:
     """Matrix product; the split into `factor` parts along the axis of `mode` has no effect here.
 

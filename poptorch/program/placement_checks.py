@@ -10,11 +10,7 @@ from poptorch.enums import Liveness, OutputMode
 from poptorch.errors import Error
 from poptorch.options import Options
 from poptorch.placement.capture_context import Site
-from poptorch.placement.strategies import (
-    ParallelPhasedExecution,
-    ShardedExecution,
-    _IPhasedExecution,
-)
+from poptorch.placement.strategies import ParallelPhasedExecution, ShardedExecution, _IPhasedExecution
 
 MAX_UNITS = 64
 """How many units a process may ask for."""

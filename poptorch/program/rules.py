@@ -15,18 +15,7 @@ from jax import lax
 import popxl
 from poptorch import optim
 from poptorch.base.optimizer_arguments import ACCUM_TYPES, TORCH_ONLY
-from poptorch.program.formulas import (
-    Array,
-    adadelta,
-    adagrad,
-    adam,
-    adamax,
-    lamb,
-    nadam,
-    radam,
-    rmsprop,
-    sgd,
-)
+from poptorch.program.formulas import Array, adadelta, adagrad, adam, adamax, lamb, nadam, radam, rmsprop, sgd
 from popxl.errors import PopxlError
 from popxl.op import Colocated, Overwrites
 

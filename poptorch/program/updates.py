@@ -57,13 +57,7 @@ import popxl
 from poptorch.base.logging_ import logger
 from poptorch.program.gradient_scale import adjust_loss_scale, gradient_scale, largest_magnitude, sum_of_squares
 from poptorch.program.hyperparameters import Hyperparameters, display_name
-from poptorch.program.rules import (
-    RULES,
-    SGD,
-    Key,
-    classes_of,
-    rule_of,
-)
+from poptorch.program.rules import RULES, SGD, Key, classes_of, rule_of
 from poptorch.program.state_layout import LOSS_SCALE_FACTOR, STEP, StateLayout
 from poptorch.program.storage import Stored
 from popxl import ops
@@ -299,11 +293,7 @@ class Update:
             place.store_updated(taken[operand], held[operand], group)
 
     def _gradient_scale(
-        self,
-        gradients: Tensors,
-        limit: Any,
-        loss_scale: float | popxl.Tensor,
-        pieces: Container[str],
+        self, gradients: Tensors, limit: Any, loss_scale: float | popxl.Tensor, pieces: Container[str]
     ) -> float | popxl.Tensor:
         """Gradient scale factor: loss unscaling, and clipping if enabled."""
         if not gradients and isinstance(loss_scale, float):

@@ -16,9 +16,7 @@ from poptorch.run.spans import channel
 
 
 def trainingModel(
-    model: Model | PoplarExecutor,
-    options: Options | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: Model | PoplarExecutor, options: Options | None = None, optimizer: torch.optim.Optimizer | None = None
 ) -> PoplarExecutor:
     """Wrap a model for training on a device.
 

@@ -13,12 +13,10 @@ import popxl
 from poptorch.lowering.emission import next_seed
 from poptorch.lowering.linalg import linear
 from poptorch.lowering.nn import softmax
-from poptorch.lowering.operands import broadcast, cast_like
+from poptorch.lowering.operands import Optional, broadcast, cast_like
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.extend.ops import broadcast_shapes
-
-Optional = popxl.Tensor | None
 
 
 def _transposed(t: popxl.Tensor) -> popxl.Tensor:

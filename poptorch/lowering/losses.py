@@ -18,7 +18,7 @@ from jax.scipy.special import xlogy
 import popxl
 from poptorch.lowering.linalg import linear
 from poptorch.lowering.nn import log_softmax
-from poptorch.lowering.operands import cast_like
+from poptorch.lowering.operands import Optional, cast_like
 from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
@@ -27,7 +27,7 @@ from popxl.extend.kernels import round_once, widen
 # Reductions -----------------------------------------------------------------------------------------------------------
 
 
-def reduced(losses: popxl.Tensor, reduction: str, shares: popxl.Tensor | None = None) -> popxl.Tensor:
+def reduced(losses: popxl.Tensor, reduction: str, shares: Optional = None) -> popxl.Tensor:
     """Reduce elementwise losses.
 
     Args:
@@ -90,7 +90,7 @@ def _of_differences(name: str, error: Callable[[popxl.Tensor], popxl.Tensor]) ->
     """Declare a loss of differences; optional weights also divide its mean."""
 
     @_reducing(name)
-    def losses(input: popxl.Tensor, target: popxl.Tensor, weight: popxl.Tensor | None = None) -> Losses:
+    def losses(input: popxl.Tensor, target: popxl.Tensor, weight: Optional = None) -> Losses:
         input, target = (cast_like(t, popxl.float32) for t in (input, target))
         if weight is None:
             return error(input - target)
@@ -267,11 +267,7 @@ def multi_margin_loss(input: Any, target: Any, weight: Any = None, *, p: int, ma
 
 @_reducing("nll_loss")
 def nll_loss(
-    input: popxl.Tensor,
-    target: popxl.Tensor,
-    weight: popxl.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float = 0,
+    input: popxl.Tensor, target: popxl.Tensor, weight: Optional, ignore_index: int, label_smoothing: float = 0
 ) -> Losses:
     target = cast_like(target, popxl.int32)
     return _nll(input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
@@ -279,7 +275,7 @@ def nll_loss(
 
 @_reducing("cross_entropy")
 def cross_entropy(
-    input: popxl.Tensor, target: popxl.Tensor, weight: popxl.Tensor | None, ignore_index: int, label_smoothing: float
+    input: popxl.Tensor, target: popxl.Tensor, weight: Optional, ignore_index: int, label_smoothing: float
 ) -> Losses:
     axis = _class_axis(input)
     logs = log_softmax(input, axis)
@@ -293,8 +289,8 @@ def linear_cross_entropy(
     input: popxl.Tensor,
     linear_weight: popxl.Tensor,
     target: popxl.Tensor,
-    linear_bias: popxl.Tensor | None,
-    weight: popxl.Tensor | None,
+    linear_bias: Optional,
+    weight: Optional,
     ignore_index: int | None,
     label_smoothing: float,
     options: Any,

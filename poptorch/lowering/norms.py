@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 import popxl
-from poptorch.lowering.operands import cast_like
+from poptorch.lowering.operands import Optional, cast_like
 from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
@@ -50,7 +50,7 @@ def _backward(
     return gradient, *(() if spread is None else (sums.summed(t, spread, keepdims=True) for t in (g * x, g)))
 
 
-def _gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
+def _gradient(forward: Any, gs: tuple[Optional, ...]) -> dict[int, popxl.Tensor]:
     """Normalisation gradients from one op; statistics contribute no gradient."""
     op = forward.op
     if gs[0] is None:
@@ -75,7 +75,7 @@ _normalise = jax_op(title="Normalise", gradient=_gradient, result=("normalised",
 _normalise_grad = jax_op(title="NormaliseGrad")(_backward)
 
 
-def _shaped(shape: Sequence[int], *tensors: popxl.Tensor | None) -> tuple[popxl.Tensor | None, ...]:
+def _shaped(shape: Sequence[int], *tensors: Optional) -> tuple[Optional, ...]:
     return tuple(None if t is None else ops.reshape(t, tuple(shape)) for t in tensors)
 
 
@@ -89,12 +89,7 @@ def _by_channel(input: popxl.Tensor) -> tuple[int, ...]:
 
 @lowers("torch.layer_norm")
 def layer_norm(
-    input: popxl.Tensor,
-    normalized_shape: Sequence[int],
-    weight: popxl.Tensor | None,
-    bias: popxl.Tensor | None,
-    eps: float,
-    **backend: Any,
+    input: popxl.Tensor, normalized_shape: Sequence[int], weight: Optional, bias: Optional, eps: float, **backend: Any
 ) -> popxl.Tensor:
     rank, n = len(input.shape), len(normalized_shape)
     weight, bias = _shaped((*(1,) * (rank - n), *normalized_shape), weight, bias)
@@ -104,12 +99,7 @@ def layer_norm(
 
 @lowers("torch.group_norm")
 def group_norm(
-    input: popxl.Tensor,
-    num_groups: int,
-    weight: popxl.Tensor | None,
-    bias: popxl.Tensor | None,
-    eps: float,
-    **backend: Any,
+    input: popxl.Tensor, num_groups: int, weight: Optional, bias: Optional, eps: float, **backend: Any
 ) -> popxl.Tensor:
     batch, channels, *sizes = input.shape
     grouped = ops.reshape(input, (batch, num_groups, channels // num_groups, *sizes))
@@ -123,11 +113,7 @@ def group_norm(
 
 @lowers("aten.native_layer_norm")
 def native_layer_norm(
-    input: popxl.Tensor,
-    normalized_shape: Sequence[int],
-    weight: popxl.Tensor | None,
-    bias: popxl.Tensor | None,
-    eps: float,
+    input: popxl.Tensor, normalized_shape: Sequence[int], weight: Optional, bias: Optional, eps: float
 ) -> tuple[popxl.Tensor, ...]:
     axes = tuple(range(len(input.shape) - len(normalized_shape), len(input.shape)))
     statistics = map(ops.detach, _statistics(input, axes=axes, eps=eps))
@@ -136,14 +122,7 @@ def native_layer_norm(
 
 @lowers("aten.native_group_norm")
 def native_group_norm(
-    input: popxl.Tensor,
-    weight: popxl.Tensor | None,
-    bias: popxl.Tensor | None,
-    N: int,
-    C: int,
-    HxW: int,
-    group: int,
-    eps: float,
+    input: popxl.Tensor, weight: Optional, bias: Optional, N: int, C: int, HxW: int, group: int, eps: float
 ) -> tuple[popxl.Tensor, ...]:
     by_group = ops.reshape(input, (N, group, -1))
     return group_norm(input, group, weight, bias, eps), *_statistics(by_group, axes=(2,), eps=eps)
@@ -156,9 +135,7 @@ def _statistics(input: Any, *, axes: tuple[int, ...], eps: float) -> tuple[Any, 
 
 
 @lowers("torch.rms_norm")
-def rms_norm(
-    input: popxl.Tensor, normalized_shape: Sequence[int], weight: popxl.Tensor | None, eps: float | None
-) -> popxl.Tensor:
+def rms_norm(input: popxl.Tensor, normalized_shape: Sequence[int], weight: Optional, eps: float | None) -> popxl.Tensor:
     rank = len(input.shape)
     eps = float(np.finfo(np.float32).eps) if eps is None else eps
     return _rms_norm(input, weight, axes=tuple(range(rank - len(normalized_shape), rank)), eps=eps)
@@ -183,11 +160,11 @@ class _BatchStatistics:
 
 def _by_statistics(
     input: popxl.Tensor,
-    weight: popxl.Tensor | None,
-    bias: popxl.Tensor | None,
+    weight: Optional,
+    bias: Optional,
     eps: float,
-    running_mean: popxl.Tensor | None = None,
-    running_var: popxl.Tensor | None = None,
+    running_mean: Optional = None,
+    running_var: Optional = None,
     batch: _BatchStatistics | None = None,
 ) -> tuple[popxl.Tensor, ...]:
     """Normalise by batch statistics, and update running statistics; without the former, normalise by the latter."""

@@ -14,6 +14,8 @@ from popxl import OpKind, ops
 from popxl.context import get_current_context
 
 Number = bool | int | float
+Optional = popxl.Tensor | None
+"""An operand that may be left out."""
 
 broadcast = OpKind(
     "Expand",

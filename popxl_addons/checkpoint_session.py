@@ -198,12 +198,12 @@ class CheckpointSession(popxl.Session):
         """
         instance = launched() or Instance()
         number, count = instance.instance_index, instance.num_instances
-        with self._joint("TaskSession.save_checkpoint", True, f"`{place}` has not been begun") as (said, told):
+        with self._joint("TaskSession.save_checkpoint", True, f"`{place}` has not been begun") as (said, answers):
             self._writer.check()
             if number == 0:
                 directory, write = self._start_checkpoint(stack, place, format, arrays)
                 said["directory"] = str(directory)
-        share = sharded_arrays.ShardWriter(Path(told[0]["directory"]), number, count, self._key_value_store)
+        share = sharded_arrays.ShardWriter(Path(answers[0]["directory"]), number, count, self._key_value_store)
         with share.reporting_failures():
             parts = self._saved_parts([*divided.values()])
             own = {name: parts[v] for name, v in divided.items()}
@@ -344,19 +344,19 @@ class CheckpointSession(popxl.Session):
             otherwise: description of the state after an error in another process.
         """
         said: dict[str, str] = {}
-        told: list[dict[str, Any]] = []
+        answers: list[dict[str, Any]] = []
         problem: BaseException | None = None
         try:
-            yield said, told
+            yield said, answers
         except BaseException as raised:  # any error: the other processes wait for the report
             problem = raised
         if together:
-            told += self._barrier(what, said | {"problem": problem and f"{type(problem).__name__}: {problem}"})
+            answers += self._barrier(what, said | {"problem": problem and f"{type(problem).__name__}: {problem}"})
         if problem is not None:
             raise problem
-        if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(told) if each["problem"]]:
+        if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(answers) if each["problem"]]:
             raise PopxlRuntimeError(f"{what}: {otherwise}. {' '.join(problems)}")
-        if len({each.get("mark") for each in told}) > 1:
+        if len({each.get("mark") for each in answers}) > 1:
             raise ReplacedError(f"{what}: {otherwise}. Processes found different checkpoints there. Read it again.")
 
     # Values

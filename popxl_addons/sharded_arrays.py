@@ -115,9 +115,9 @@ class ShardWriter:
 
     def problems(self) -> list[str]:
         """Failures reported by any process. Called by the first process; waits for all reports."""
-        told = [self._store.get(f"{self.directory.name}/{number}") for number in range(self._count)]
+        texts = [self._store.get(f"{self.directory.name}/{number}") for number in range(self._count)]
         self._store.delete(self.directory.name)
-        return [text for text in told if text]
+        return [text for text in texts if text]
 
     def _report(self, text: str) -> None:
         self._store.set(f"{self.directory.name}/{self._number}", text)

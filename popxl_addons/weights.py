@@ -161,8 +161,8 @@ def load_safetensors(
     left = [] if partial else [f"`{n}`" for n in there if n not in used and pattern(n)[0] not in ignored]
     problems = {"missing in the file": missing, "left over in the file": left, "unfit": unfit}
     if any(problems.values()):
-        told = "; ".join(f"{what}: {', '.join(each)}" for what, each in problems.items() if each)
-        raise ValueError(f"load_safetensors: nothing has been loaded from `{os.fspath(place)}`. {told}.")
+        problems_text = "; ".join(f"{what}: {', '.join(each)}" for what, each in problems.items() if each)
+        raise ValueError(f"load_safetensors: nothing has been loaded from `{os.fspath(place)}`. {problems_text}.")
     if not work:
         return
     owners = () if session is None else dict.fromkeys(session.owner_of(v)[0] for v in own.values())

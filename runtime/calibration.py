@@ -64,8 +64,8 @@ def calibrate(path: Path) -> Page:
     rows = [[f"float32 product of {size}", f"{flops_text(round(rate))}/s"] for size, rate in products.items()]
     rows += [["memory, read and written", f"{bytes_text(round(bandwidth))}/s"]]
     rows += [["a kernel at least", seconds_text(launch)], ["a call", seconds_text(dispatch)]]
-    told = f"The figures are in {path}. POPXL_CHIP={path} popxl report FILE.py prints times by them."
-    return Page(f"Figures of {found.name}", [Table(["", "measured"], rows), told])
+    hint = f"The figures are in {path}. POPXL_CHIP={path} popxl report FILE.py prints times by them."
+    return Page(f"Figures of {found.name}", [Table(["", "measured"], rows), hint])
 
 
 def _best(run: Callable[[], Any]) -> float:
@@ -114,6 +114,6 @@ def _dispatch() -> float:
 
 
 def _memory_bytes() -> int:
-    told = Path("/proc/meminfo")
-    line = told.read_text(encoding="utf-8").splitlines()[0] if told.is_file() else ""
+    meminfo = Path("/proc/meminfo")
+    line = meminfo.read_text(encoding="utf-8").splitlines()[0] if meminfo.is_file() else ""
     return int(line.split()[1]) * 1024 if line else 1 << 33

@@ -87,7 +87,7 @@ class Fit(OnPage, _Frozen):
             rows.append([*(str(t.choices.get(n, "")) for n in names), memory, seconds, *a_unit, verdict])
         columns = [*names, "memory of a chip", "a run, estimated", *["for one"] * self._has_work, ""]
         problems = [f"{as_text(t.choices)}: {t.problem}" for t in self.tried if t.problem]
-        told = (
+        conclusion = (
             f"None fits: a chip of {self.target} has {bytes_text(self.capacity)}."
             if self.best is None
             else f'The fastest that fits: {VARIABLE}="{as_text(self.best.choices)}"'
@@ -95,7 +95,7 @@ class Fit(OnPage, _Frozen):
         has = bytes_text(self.capacity)
         intro = f"A chip has {has}. Times are estimates; nothing has run."
         stopped = [] if self.is_complete else ["Interrupted: other combinations were not tried."]
-        return Page(f"Fitting into {self.target}", [intro, Table(columns, rows), *problems, *stopped, told])
+        return Page(f"Fitting into {self.target}", [intro, Table(columns, rows), *problems, *stopped, conclusion])
 
     @property
     def _has_work(self) -> bool:

@@ -132,10 +132,10 @@ class Service:
             found = [json.loads(self._client.key_value_try_get(f"{name}/{i}")) for i in range(count)]
         if any(there != place for there, _ in found):
             self._all_fail = True
-            told = " ".join(f"Instance {i} is at {there}." for i, (there, _) in enumerate(found))
+            places = " ".join(f"Instance {i} is at {there}." for i, (there, _) in enumerate(found))
             raise PopxlRuntimeError(
                 f"popdist: instance {own} is at {place}, and others wait elsewhere; all instances have to do the same. "
-                f"{told}"
+                f"{places}"
             )
         return [each for _, each in found]
 

@@ -215,8 +215,8 @@ def _replacement_conflicts(directory: Path) -> Iterator[None]:
     except OSError as problem:
         if problem.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
             raise
-        told = "Another program replaces this directory at the same time; let each write to one of its own"
-        raise FileExistsError(errno.EEXIST, told, str(directory)) from problem
+        message = "Another program replaces this directory at the same time; let each write to one of its own"
+        raise FileExistsError(errno.EEXIST, message, str(directory)) from problem
 
 
 def resolve_replaced(directory: Path) -> Path:
@@ -243,20 +243,20 @@ def consistent_read(directory: Path) -> Iterator[None]:
     if fcntl is None:  # directories cannot be opened there
         yield
         return
-    told = f"`{directory}` was replaced, or deleted, while it was read. Read it again."
+    message = f"`{directory}` was replaced, or deleted, while it was read. Read it again."
     try:
         found = _Lock(directory)  # open, so that no other directory gets its number
     except FileNotFoundError as problem:
-        raise ReplacedError(told) from problem
+        raise ReplacedError(message) from problem
     try:
         try:
             yield
         except Exception as problem:
             if found.is_current(directory):
                 raise
-            raise ReplacedError(told) from problem
+            raise ReplacedError(message) from problem
         if not found.is_current(directory):
-            raise ReplacedError(told)
+            raise ReplacedError(message)
     finally:
         found.release()
 

@@ -95,14 +95,14 @@ def restore(ir: Ir, content: bytes, beside: Callable[[str], bytes], name: str, t
 
 
 def _unreadable(name: str, problem: Exception) -> UnreadableFileError:
-    told = str(problem)
+    reason = str(problem)
     if isinstance(problem, KeyError):
-        told = f"{problem} is missing"
+        reason = f"{problem} is missing"
     elif not isinstance(problem, OSError | ValueError | PopxlError):
-        told = f"{type(problem).__name__}: {problem}"
-    told = told.rstrip(".") if len(told) < 1000 else f"{told[:1000]} ..."
+        reason = f"{type(problem).__name__}: {problem}"
+    reason = reason.rstrip(".") if len(reason) < 1000 else f"{reason[:1000]} ..."
     return UnreadableFileError(
-        f"Ir.load: {name!r} does not hold a program that can be read: {told}. Take another copy, "
+        f"Ir.load: {name!r} does not hold a program that can be read: {reason}. Take another copy, "
         "or build the program and save it again."
     )
 

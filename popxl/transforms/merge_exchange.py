@@ -67,9 +67,9 @@ def io_tile_exchange(verify_overlap: bool = True) -> Iterator[None]:
         yield
     left = [op for op in graph.ops if op.id >= first_id and not is_init(op)]
     if verify_overlap and len(left) > 1:
-        told = ", ".join(f"{op.op_type}.{op.id} ({op.source})" for op in left)
+        ops = ", ".join(f"{op.op_type}.{op.id} ({op.source})" for op in left)
         raise RuntimeError(
-            f"More than one Op remained after io_tile_exchange in {graph.title}: {told}. Loads and stores are merged "
+            f"More than one Op remained after io_tile_exchange in {graph.title}: {ops}. Loads and stores are merged "
             "only if none needs another's data. Move everything else out of the block, or pass `verify_overlap=False`."
         )
 

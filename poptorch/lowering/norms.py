@@ -17,7 +17,7 @@ from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.extend.kernels import round_once, sums, wide_dtype, widen
-from popxl.extend.ops import like_first
+from popxl.extend.ops import RecomputedFrom, like_first
 
 # The common op --------------------------------------------------------------------------------------------------------
 
@@ -71,7 +71,16 @@ def _gradient(forward: Any, gs: tuple[Optional, ...]) -> dict[int, popxl.Tensor]
     return {i: cast_like(gradients[name], t.dtype) for i, (name, t) in enumerate(operands.items()) if forward.wants(i)}
 
 
-_normalise = jax_op(title="Normalise", gradient=_gradient, result=("normalised", "mean", "variance"))(_normalised)
+def _normalised_again(mean: popxl.Tensor, var: popxl.Tensor, *, axes: tuple[int, ...], **how: Any) -> popxl.Tensor:
+    return _normalised_by(mean=mean, var=var, **how)
+
+
+_normalise = jax_op(
+    title="Normalise",
+    gradient=_gradient,
+    result=("normalised", "mean", "variance"),
+    traits=[RecomputedFrom((1, 2), _normalised_again)],
+)(_normalised)
 _normalise_grad = jax_op(title="NormaliseGrad")(_backward)
 
 

@@ -44,6 +44,7 @@ from popxl.core.traits import (
     Overwrites,
     Placed,
     RealOnly,
+    RecomputedFrom,
     Requirement,
     Runs,
     Schedules,
@@ -157,6 +158,7 @@ class OpKind:
         self._between: BetweenReplicas = known.get(BetweenReplicas, BetweenReplicas())
         self.asserts = Asserts in known
         self.contracts: Contracts | None = known.get(Contracts)
+        self.recomputed_from: RecomputedFrom | None = known.get(RecomputedFrom)
         self.sharding_rule: ShardingRule | None = known.get(ShardingRule)
         self.real_only = RealOnly in known
         self.ipus: str = known[OnIpus].attribute if OnIpus in known else ""

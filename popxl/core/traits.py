@@ -225,6 +225,21 @@ class Contracts(Trait):
 
 
 @dataclass(frozen=True)
+class RecomputedFrom(Trait):
+    """The first result is cheaper to compute from the operands and some of the other results, such as the statistics of
+    a normalisation. Recomputation does so where these are kept.
+
+    Attributes:
+        results: positions of these results.
+        by: function that computes the first result with ops. It is called with these results, and by name with the
+            operands and attributes.
+    """
+
+    results: tuple[int, ...]
+    by: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
 class ShardingRule(Trait):
     """Correspondence between operand and result dimensions, and operands in which the op is linear.
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.core.traits import REFUSED, ShardingRule
+from popxl.core.traits import REFUSED, RecomputedFrom, ShardingRule
 from popxl.errors import PopxlError
 from popxl.ops.elementwise import add
 from popxl.ops.families import REAL
@@ -132,27 +132,42 @@ def _group_norm(t: Any, weight: Any, bias: Any, *, num_groups: int, eps: float) 
     mean = _mean(x)
     x = x - mean
     inverse = lax.rsqrt(_mean(x * x) + eps)
-    out = x * inverse * _channel_rows(weight, t, num_groups) + _channel_rows(bias, t, num_groups)
-    return out.reshape(t.shape), mean.reshape(-1), inverse.reshape(-1)
+    return _scaled(x * inverse, t, weight, bias, num_groups), mean.reshape(-1), inverse.reshape(-1)
 
 
-def _group_norm_backward(
-    g: Any, t: Any, weight: Any, mean: Any, *, num_groups: int, eps: float
-) -> tuple[Any, Any, Any]:
-    """Gradients of `t`, `weight` and `bias`.
+def _scaled(x: Any, t: Any, weight: Any, bias: Any, num_groups: int) -> Any:
+    return (x * _channel_rows(weight, t, num_groups) + _channel_rows(bias, t, num_groups)).reshape(t.shape)
+
+
+def _standardised(t: Any, mean: Any, num_groups: int, eps: float) -> tuple[Any, Any]:
+    """Rows of mean 0 and variance 1 from a known mean, and the inverse standard deviation.
 
     A rounded mean, in float16 for example, is only a first approximation: a sum of `x = t - mean` gives the rest, in
     the pass that sums its squares. The inverse standard deviation may be out of range there, and is recomputed: with an
     unrounded mean as in `_group_norm`, so that XLA computes it once for both.
     """
-    g, x = _rows(g, num_groups), _rows(t, num_groups)
+    x = _rows(t, num_groups)
     x = x - mean.astype(x.dtype)[:, None]
     variance = _mean(x * x)
     if mean.dtype != x.dtype:
         rest = _mean(x)
         x, variance = x - rest, jnp.maximum(variance - rest * rest, 0)
     inverse = lax.rsqrt(variance + eps)
-    x = x * inverse
+    return x * inverse, inverse
+
+
+def _group_norm_again(t: Any, weight: Any, bias: Any, mean: Any, *, num_groups: int, eps: float) -> Any:
+    """The result from a known mean. Its inverse standard deviation is that of the gradient: XLA computes one."""
+    x, _ = _standardised(t, mean, num_groups, eps)
+    return _scaled(x, t, weight, bias, num_groups)
+
+
+def _group_norm_backward(
+    g: Any, t: Any, weight: Any, mean: Any, *, num_groups: int, eps: float
+) -> tuple[Any, Any, Any]:
+    """Gradients of `t`, `weight` and `bias`."""
+    g = _rows(g, num_groups)
+    x, inverse = _standardised(t, mean, num_groups, eps)
 
     def of_channels(rows: Any) -> Any:
         return summed(rows.reshape(t.shape), range(2, t.ndim))
@@ -191,13 +206,24 @@ def _by_sample(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any])
 
 
 _group_norm_mean_grad = OpKind("GroupNormalizationMeanGrad", _shared_out, shape=of_shape)
+_group_normalization_again = OpKind(
+    "GroupNormalizationByMean",
+    _group_norm_again,
+    shape=like_first,
+    result="group_norm_out",
+    traits=REAL,
+)
 _group_normalization = OpKind(
     "GroupNormalization",
     _group_norm,
     shape=_group_norm_specs,
     gradient=_group_norm_gradient,
     result=("group_norm_out", "group_norm_mean", "group_norm_inv_std_dev"),
-    traits=[*REAL, ShardingRule(_by_sample)],
+    traits=[
+        *REAL,
+        ShardingRule(_by_sample),
+        RecomputedFrom((1,), lambda mean, **how: _group_normalization_again(mean=mean, **how)),
+    ],
 )
 _group_normalization_grad = OpKind(
     "GroupNormalizationGrad",

@@ -89,7 +89,7 @@ def _op_needs(
                 dtype=op.inputs[0].dtype.name if op.inputs else op.outputs[0].dtype.name,
                 is_fused=all(is_fused),
                 fused_bytes=_moved_if_products_fuse(ops, factors),
-                statistics=tuple(paths[t] for t in op.outputs[1:] if t in paths),
+                statistics=tuple(paths[t] for t in _statistics(op) if t in paths),
                 exchanges=tuple(exchange for each in ops for exchange in _exchanges(each)),
             )
         elif is_called:
@@ -146,10 +146,16 @@ def _moved_if_products_fuse(ops: Sequence[popxl.Op], factors: _Factors) -> int |
 
 
 def _is_by_element(op: popxl.Op) -> bool:
-    """Whether the first result is elementwise, given small further results."""
+    """Whether the first result is elementwise, given the statistics."""
     first, *others = op.outputs
-    is_large = all(first.nelms >= t.nelms for t in op.inputs) and all(first.nelms >= 8 * t.nelms for t in others)
-    return is_large and not _flops(op).products
+    is_large = all(first.nelms >= t.nelms for t in op.inputs)
+    return is_large and (not others or bool(_statistics(op))) and not _flops(op).products
+
+
+def _statistics(op: popxl.Op) -> list[popxl.Tensor]:
+    """Results from which the first one is recomputed."""
+    trait = op.kind.recomputed_from
+    return [] if trait is None else [op.outputs[i] for i in trait.results]
 
 
 def _moved(op: popxl.Op, is_fused: bool) -> int:

@@ -235,9 +235,25 @@ def _compute(again: OpsAgain, of: _Bound, first: popxl.Tensor, available: set[po
             for t in _to_wait(op, waiting, available):
                 held[t] = ops.available_after(_forward_tensor(t, of), first)
                 waiting.add(t)
-            copy = op.clone([held[u] if u in held else _forward_tensor(u, of) for u in op.inputs])
-        of |= dict(zip(op.outputs, copy.outputs, strict=False))
+            of |= zip(op.outputs, _computed(op, of, held), strict=False)
         waiting.update(op.outputs)
+
+
+def _computed(op: Op, of: _Bound, held: _Bound) -> Sequence[popxl.Tensor]:
+    """Results of an op in the current graph: all, or the first one, if it is computed from others that are there.
+
+    In the latter case the gradient, too, reads the operands that wait: XLA computes once what both compute of these.
+
+    Args:
+        held: operands that wait, which differ from those of the gradient.
+    """
+    inputs = [held[t] if t in held else _forward_tensor(t, of) for t in op.inputs]
+    short = op.kind.recomputed_from
+    if short is None or not all(op.outputs[i] in of for i in short.results):
+        return op.clone(inputs).outputs
+    of |= {t: held[t] for t in op.inputs if t in held}
+    given = [of[op.outputs[i]] for i in short.results]
+    return [short.by(*given, **op.attributes | dict(zip(op.operand_names(), inputs, strict=True)))]
 
 
 def _to_wait(op: Op, waiting: set[popxl.Tensor], available: set[popxl.Tensor]) -> list[popxl.Tensor]:
@@ -261,6 +277,7 @@ def _compute_in_part(call: Op, within: OpsAgain, of: _Bound, first: popxl.Tensor
     given = inputs | {inner: t for inner, t in outputs if inner in within.taken and t in of}
     inner_of = {inner: _forward_tensor(t, of) for inner, t in given.items()}
     _compute(within, inner_of, first, {inner for inner, t in inputs.items() if t not in waiting})
+    of |= {t: inner_of[inner] for inner, t in given.items()}
     for inner, t in outputs:
         if inner in inner_of:
             of.setdefault(t, inner_of[inner])

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 import poptorch
+from popxl.extend.memory import requesting_memory
 
 ROWS, WIDTH = 192, 24
 
@@ -316,6 +317,16 @@ def test_a_memory_plan(plain: tuple[Any, ...]) -> None:
         trained(Model(CHECKPOINT), memory="nothing")
     with pytest.raises(AssertionError, match=r"`memory_plan` is 'some'; expected a popxl_addons.MemoryPlan, or one of"):
         trained(Model(), memory="some")
+
+
+def test_norms_are_recomputed_from_kept_statistics(plain: tuple[Any, ...]) -> None:
+    with requesting_memory("everything") as asked:
+        trained(Model())
+    plan = asked.applied[0].plan.with_treatments("recompute", "*").with_treatments("keep", "*/mean", "*/variance")
+    with requesting_memory(plan) as asked:
+        assert_same(trained(Model()), plain)
+    kinds = [op.op_type for graph in asked.applied[0].model.ir.graphs for op in graph.ops]
+    assert kinds.count("Normalise") == kinds.count("NormaliseByStatistics") == 1
 
 
 class Wide(torch.nn.Module):

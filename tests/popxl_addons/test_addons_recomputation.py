@@ -10,6 +10,7 @@ import popxl_addons as addons
 from popxl import ops
 from popxl.transforms.autodiff import ExpectedConnectionType
 from popxl_addons import NamedTensors
+from popxl_addons.ops.layer_norm_distributed import layer_norm_distributed
 from popxl_addons.transforms.autodiff import autodiff_with_accumulation
 from popxl_addons.transforms.recomputation import add_recompute_inputs, recompute_graph
 from popxl_addons.utils import suffix_graph_name
@@ -218,3 +219,39 @@ def test_errors(ir, x):
     with pytest.raises(ValueError, match="uses the stream `data`; run again, it would move on"):
         recompute_graph(grad)
     assert len(ir.graphs) == graphs
+
+
+NORMS = {
+    "layer_norm": (ops.layer_norm, "GroupNormalization", ["*mean"]),
+    "group_norm": (partial(ops.group_norm, num_groups=3), "GroupNormalization", ["*mean"]),
+    "layer_norm_distributed": (layer_norm_distributed, "LayerNormDistributed", ["*mean", "*inv_std_dev"]),
+}
+
+
+@pytest.mark.parametrize("dtype", [popxl.float32, popxl.float16], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_are_recomputed_from_kept_statistics(ir, evaluate, name, dtype):
+    """Without another normalisation, and with the same gradients."""
+    norm, kind, statistics = NORMS[name]
+
+    class Normalised(addons.Module):
+        def build(self, x):
+            w, b = (self.add_variable_input(n, partial(np.random.normal, 1, 0.1, size=6), x.dtype) for n in "wb")
+            return ops.gelu(ops.tanh(norm(x, w, b)))
+
+    np.random.seed(0)
+    x = popxl.variable(np.random.normal(3, 2, size=(5, 6)), dtype, name="x")
+    g = popxl.constant(np.random.normal(size=(5, 6)), dtype)
+    facts, graph = Normalised().create_graph(x)
+    grad = graph.autodiff()
+    info = graph.bind(facts.init()).call_with_info(x)
+    plain = grad.call(g, args=grad.grad_graph_info.inputs_dict(info))
+    again = recompute_graph(grad, keep=statistics)
+    assert kind not in [op.op_type for op in again.graph.ops]
+    recomputed = again.call(g, args=again.grad_graph_info.inputs_dict(info))
+    values = evaluate(*recomputed, *plain)
+    for found, expected in zip(values[:3], values[3:], strict=True):
+        if dtype is popxl.float32:
+            np.testing.assert_array_equal(found, expected)
+        else:
+            np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3)

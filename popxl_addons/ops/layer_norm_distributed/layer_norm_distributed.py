@@ -12,7 +12,7 @@ from popxl import OpKind, TensorSpec
 from popxl.errors import PopxlError
 from popxl.extend.collectives import Group, members
 from popxl.extend.kernels import widen
-from popxl.op import REFUSED, BetweenReplicas
+from popxl.op import REFUSED, BetweenReplicas, RecomputedFrom
 from popxl.replica_grouping import Groups
 
 __all__ = ["layer_norm_distributed"]
@@ -69,13 +69,22 @@ _layer_norm_distributed_grad = OpKind(
     result=("layer_norm_t_grad", "layer_norm_w_grad", "layer_norm_b_grad"),
     traits=[BetweenReplicas("own")],
 )
+_layer_norm_again = OpKind(
+    "LayerNormByStatistics",
+    lambda t, w, b, mean, inverse: widen(w) * _normal(t, mean, inverse) + widen(b),
+    shape=lambda t, *others: TensorSpec(t.shape, t.dtype),
+    result="layer_norm_out",
+)
 _layer_norm_distributed = OpKind(
     "LayerNormDistributed",
     _layer_norm,
     shape=_specs,
     gradient=_gradients,
     result=("layer_norm_out", "layer_norm_mean", "layer_norm_inv_std_dev"),
-    traits=[BetweenReplicas("own")],
+    traits=[
+        BetweenReplicas("own"),
+        RecomputedFrom((1, 2), lambda mean, inverse, t, w, b, **how: _layer_norm_again(t, w, b, mean, inverse)),
+    ],
 )
 
 

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import jax
 
 from popxl.base.distributed import LOOPBACK, Instance, launched
+from popxl.base.group_by import group_by
 from popxl.base.log import Logger
 from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.ir import Ir
@@ -311,9 +312,7 @@ def devices_of_all(own: Sequence[jax.Device], count: int, best: int) -> list[jax
             "several processes, each replica needs a device of its own. Start more instances, or, for CPUs, set "
             f"POPXL_CPU_DEVICES={count}."
         )
-    by_process: dict[int, list[jax.Device]] = {}
-    for device in jax.devices(own[0].platform):
-        by_process.setdefault(device.process_index, []).append(device)
+    by_process = group_by(jax.devices(own[0].platform), lambda device: device.process_index)
     used = best if all(len(found) >= best for found in by_process.values()) else count
     return [device for process in sorted(by_process) for device in by_process[process][:used]]
 

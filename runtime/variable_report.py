@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
+from popxl.base.group_by import group_by
 from popxl.base.pages import Page, Table, bytes_text, starred
 from popxl.base.records import Record
 
@@ -35,9 +35,7 @@ def variables_page(variables: Sequence[VariableReport]) -> list[Page]:
     """Table of variables, the largest first; nothing if there are none. Those of equal layers share a line."""
     if not variables:
         return []
-    alike: dict[tuple[str, str, str], list[VariableReport]] = defaultdict(list)
-    for v in variables:
-        alike[starred(v.name), v.spec, _location(v) + ", changes" * v.changes].append(v)
+    alike = group_by(variables, lambda v: (starred(v.name), v.spec, _location(v) + ", changes" * v.changes))
     sizes = {key: sum(v.bytes for v in each) for key, each in alike.items()}
     held = [v for v in variables if v.place == "device"]
     changing = sum(v.bytes for v in held if v.changes)

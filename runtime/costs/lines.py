@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from popxl.base.group_by import group_by
 from popxl.base.records import Record
 from runtime.costs.hlo import Instruction, Module
 from runtime.costs.schedule import Buffer, schedule_of
@@ -81,10 +82,8 @@ def live_buffers(module: Module) -> dict[str, list[Buffer]]:
     """Buffers live at the peak of an executable, by the lines that write them."""
     schedule = schedule_of(module)
     live = schedule.live_bytes()
-    found: defaultdict[str, list[Buffer]] = defaultdict(list)
-    for buffer in schedule.live_at(live.index(max(live))) if live else ():
-        found[line_of(schedule.steps[buffer.first])].append(buffer)
-    return found
+    at_peak = schedule.live_at(live.index(max(live))) if live else ()
+    return group_by(at_peak, lambda buffer: line_of(schedule.steps[buffer.first]))
 
 
 def live_by_line(module: Module) -> dict[str, int]:

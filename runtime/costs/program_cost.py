@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from popxl.analysis.communication import COPY
 from popxl.analysis.flops import moved
 from popxl.analysis.memory import runs_of
+from popxl.base.group_by import group_by
 from runtime.costs.axes import axes_of
 from runtime.costs.cost import CollectiveCost, CollectiveUse, Cost, IpuCost
 from runtime.costs.executables import check_whole, chip_of, executables_of
@@ -314,19 +315,14 @@ def _host_traffic(program: CompiledProgram) -> dict[str, int]:
 
 
 def _by_kind(collectives: Iterable[Collective]) -> dict[str, CollectiveCost]:
-    found: defaultdict[str, list[Collective]] = defaultdict(list)
-    for each in collectives:
-        found[each.kind].append(each)
     return {
         kind: CollectiveCost(count=sum(e.runs for e in alike), bytes=sum(e.runs * e.bytes for e in alike))
-        for kind, alike in found.items()
+        for kind, alike in group_by(collectives, lambda each: each.kind).items()
     }
 
 
 def _by_line(collectives: Iterable[Collective], all_replicas: int) -> tuple[CollectiveUse, ...]:
-    found: defaultdict[tuple[str, str, str, int], list[Collective]] = defaultdict(list)
-    for each in collectives:
-        found[each.kind, each.source, each.graph, each.group_size or all_replicas].append(each)
+    found = group_by(collectives, lambda each: (each.kind, each.source, each.graph, each.group_size or all_replicas))
     return tuple(
         CollectiveUse(
             kind=kind,

@@ -31,6 +31,7 @@ from popxl.analysis.replicas.value_lints import (
     unread_batches,
 )
 from popxl.analysis.replicas.variable_types import begins_different
+from popxl.base.group_by import group_by
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.core.traits import is_call
@@ -110,10 +111,7 @@ def _odd_updates(report: Report, some: Sequence[Update]) -> Iterator[Finding]:
 
 def _by_scale(some: Iterable[Update]) -> dict[str, list[Update]]:
     """Updates by the weight of a replica's value in them, to five digits."""
-    by_scale: dict[str, list[Update]] = defaultdict(list)
-    for each in some:
-        by_scale[f"{each.scale:.5g}"].append(each)
-    return by_scale
+    return group_by(some, lambda each: f"{each.scale:.5g}")
 
 
 def _differ_by_count(report: Report, one: Update, other: Update) -> bool:
@@ -163,18 +161,14 @@ def _mixed_gradients(report: Report, some: Sequence[Update]) -> Iterator[Finding
 
 def _comparable_updates(updates: Iterable[Update]) -> Iterator[list[Update]]:
     """Updates along the same axes, by the same op with the same constants; excludes groups in which all agree."""
-    alike: dict[Hashable, list[Update]] = defaultdict(list)
-    for each in updates:
-        reduced: Hashable = each.axes or tuple(
-            (op.attributes["stride"], op.attributes["group_size"]) for op in each.how.by
-        )
-        alike[reduced, each.how.scalars, each.op.op_type].append(each)
-    for some in alike.values():
-        if len({each.scale for each in some}) > 1:
-            by_constants: dict[str, list[Update]] = defaultdict(list)
-            for each in some:
-                by_constants[each.constants].append(each)
-            yield from by_constants.values()
+
+    def kind(each: Update) -> Hashable:
+        groups = tuple((op.attributes["stride"], op.attributes["group_size"]) for op in each.how.by)
+        return each.axes or groups, each.how.scalars, each.op.op_type
+
+    for alike in group_by(updates, kind).values():
+        if len({each.scale for each in alike}) > 1:
+            yield from group_by(alike, lambda each: each.constants).values()
 
 
 def _two_ways(report: Report, one: Update, other: Update) -> Iterator[Finding]:

@@ -3,11 +3,13 @@ weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from operator import attrgetter
 
 from popxl.analysis.replicas.axis_types import PARTIAL, REPLICATED, VARYING, AxisType
 from popxl.analysis.replicas.report import Finding, Report
 from popxl.analysis.replicas.variable_types import begins_different
+from popxl.base.group_by import group_by
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import is_call
@@ -61,7 +63,7 @@ def noise_lints(report: Report, of_data: Set[int]) -> Iterator[Finding]:
         of_data: positions of the axes along which gradients are reduced.
     """
     masks = [op for op in report.index.dropouts if isinstance(op.inputs[0], Constant)]
-    for graph, draws in _by_graph([*report.index.draws, *masks]).items() if of_data else ():
+    for graph, draws in group_by([*report.index.draws, *masks], attrgetter("graph")).items() if of_data else ():
         if graph.gradient_of is None:
             drawn = {t: op.inputs[_seed_position(op)] for op in draws for t in op.outputs}
             yield from _shared_noise(report, graph, drawn, of_data, set(), set())
@@ -69,13 +71,6 @@ def noise_lints(report: Report, of_data: Set[int]) -> Iterator[Finding]:
 
 def _seed_position(op: Op) -> int:
     return 0 if op.kind.drops is None else op.operand_names().index(op.kind.drops.seed)
-
-
-def _by_graph(ops: Iterable[Op]) -> dict[Graph, list[Op]]:
-    found: dict[Graph, list[Op]] = {}
-    for op in ops:
-        found.setdefault(op.graph, []).append(op)
-    return found
 
 
 def _shared_noise(
@@ -141,7 +136,7 @@ def _seed_variable(seed: Tensor) -> Variable | None:
 
 def stale_shards(report: Report) -> Iterator[Finding]:
     """Gathered values of sharded variables that products or calls use after the shards were changed."""
-    for graph, gathers in _by_graph(filter(_gathers_shards, report.index.moves)).items():
+    for graph, gathers in group_by(filter(_gathers_shards, report.index.moves), attrgetter("graph")).items():
         yield from _stale(report, graph, {*gathers})
 
 

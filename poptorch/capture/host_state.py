@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 from operator import is_
@@ -48,21 +48,29 @@ class HolderSnapshot:
         text: the user's name for it.
         holder: itself; the dictionary of an object.
         read: function that returns its contents.
-        before: contents before the run.
         put_back: function that restores the contents, or only some of the items; `None` if that is impossible.
         is_models: whether it belongs to the model.
         is_namespace: whether it holds them under names, as an object or a function does.
         derived: names of what each run computes anew before it is read.
+        before: contents when this was made.
     """
 
     text: str
     holder: Any
     read: Callable[[], Any]
-    before: Any
-    put_back: Callable[[Any], None] | None
-    is_models: bool
+    put_back: Callable[[Any], None] | None = None
+    is_models: bool = False
     is_namespace: bool = False
     derived: frozenset[str | None] = frozenset()
+    before: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.before = self.read()
+
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        """Objects among the contents that may hold others, by display name."""
+        pairs = self.before.items() if isinstance(self.before, dict) else enumerate(self.before)
+        return ((self._text_of(key), value) for key, value in pairs if not is_instance(value, _CLOSED))
 
     def restore(self) -> None:
         """Restore the contents of model objects. In other objects, replace only entries with fake tensors."""
@@ -163,7 +171,7 @@ class HostState:
     @contextmanager
     def left_apart(self) -> Iterator[None]:
         """Leave out of `changes` what a block changes: it is code that the host executes in each run."""
-        before = [replace(place, before=place.read()) for place in self.places]
+        before = [replace(place) for place in self.places]
         yield
         self.apart |= {text for place in before for text, _, _ in place.changed()}
 
@@ -207,12 +215,8 @@ class HostState:
             self._visited.add(id(each))
             if is_instance(each, CONTAINERS):
                 self._add_container(text, each, is_models)
-            elif is_instance(each, count):
-                self._add(text, each, partial(_single_value, repr, each), None, is_models)
-            elif is_instance(each, GeneratorType):
-                self._add(text, each, partial(_single_value, _position, each), None, is_models)
-            elif is_instance(each, np.ndarray):
-                self._add(text, each, partial(_single_value, np.ndarray.tobytes, each), None, is_models)
+            elif look := next((look for kind, look in _STATES.items() if is_instance(each, kind)), None):
+                self._add(HolderSnapshot(text, each, partial(_single_value, look, each), None, is_models))
             elif is_instance(each, FunctionType):
                 if self._around:
                     self._add_function(each)
@@ -238,7 +242,7 @@ class HostState:
                 del namespace[key]
             namespace.update(before)
 
-        self._add(text, namespace, snapshot, restore, is_models, is_namespace=True)
+        self._add(HolderSnapshot(text, namespace, snapshot, restore, is_models, is_namespace=True))
 
     def _add_slots(self, text: str, each: Any, is_models: bool) -> None:
         def snapshot() -> dict[str, Any]:
@@ -246,7 +250,7 @@ class HostState:
 
         if found := slots(each):
             restore = _assigning(lambda name, value: found[name].__set__(each, value))
-            self._add(text, each, snapshot, restore, is_models, is_namespace=True)
+            self._add(HolderSnapshot(text, each, snapshot, restore, is_models, is_namespace=True))
 
     def _add_container(self, text: str, each: Any, is_models: bool) -> None:
         base: Any = next(kind for kind in CONTAINERS if is_instance(each, kind))
@@ -264,7 +268,7 @@ class HostState:
                 base.clear(each)
             (base.update if base in (dict, set) else base.extend)(each, before)
 
-        self._add(text, each, snapshot, restore, is_models)
+        self._add(HolderSnapshot(text, each, snapshot, restore, is_models))
 
     def _add_class(self, kind: type) -> None:
         self._visited.add(id(kind))
@@ -275,7 +279,7 @@ class HostState:
                 self._waiting.append((f"{kind.__name__}.{name}", function, False))
 
         restore = _assigning(partial(setattr, kind))
-        self._add(kind.__name__, kind, lambda: dict(vars(kind)), restore, False, is_namespace=True)
+        self._add(HolderSnapshot(kind.__name__, kind, lambda: dict(vars(kind)), restore, is_namespace=True))
 
     def _add_function(self, function: FunctionType) -> None:
         if not is_users(function):
@@ -295,26 +299,14 @@ class HostState:
             else:
                 known[name] = value
 
-        self._add("", function, snapshot, _assigning(assign), False, is_namespace=True)
+        self._add(HolderSnapshot("", function, snapshot, _assigning(assign), is_namespace=True))
         for name, value in _defaults(function):
             self._waiting.append((name, value, True))  # the next call finds them unchanged
         self._add_namespace(function.__name__, vars(function), is_models=False)
 
-    def _add(
-        self,
-        text: str,
-        holder: Any,
-        read: Callable[[], Any],
-        put_back: Callable[[Any], None] | None,
-        is_models: bool,
-        is_namespace: bool = False,
-    ) -> None:
-        place = HolderSnapshot(text, holder, read, read(), put_back, is_models, is_namespace)
+    def _add(self, place: HolderSnapshot) -> None:
         self.places.append(place)
-        pairs = place.before.items() if isinstance(place.before, dict) else enumerate(place.before)
-        self._waiting += [
-            (place._text_of(key), value, is_models) for key, value in pairs if not is_instance(value, _CLOSED)
-        ]
+        self._waiting += ((text, each, place.is_models) for text, each in place.parts())
 
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
@@ -367,6 +359,14 @@ def _position(generator: GeneratorType[Any, Any, Any]) -> tuple[Any, ...]:
     if frame is None:
         return ()
     return frame.f_lasti, *(value for value in frame.f_locals.values() if type(value) in _PLAIN)
+
+
+_STATES: dict[type, Callable[[Any], Any]] = {
+    count: repr,
+    GeneratorType: _position,
+    np.ndarray: np.ndarray.tobytes,
+}
+"""States of objects that change without being rebound, and that are not put back."""
 
 
 def _holds_fake(value: Any) -> bool:

@@ -53,10 +53,14 @@ class HostChanges:
         self._places = [each for each in places if id(each.holder) not in own]
         self._others = [each for each in places if id(each.holder) in own]
         kinds = dict.fromkeys(chain.from_iterable(type(each).__mro__ for each in paths))
-        self._classes = [(kind, dict(vars(kind))) for kind in kinds if is_users(kind)]
+        self._classes = [
+            HolderSnapshot(kind.__name__, kind, partial(dict, vars(kind)), is_namespace=True)
+            for kind in kinds
+            if is_users(kind)
+        ]
         self._readers: list[Callable[[], Iterable[Any]]] = [
             *(_content_reader(each.holder) for each in self._places),
-            *(vars(kind).values for kind, _ in self._classes),
+            *(vars(each.holder).values for each in self._classes),
         ]
         self._contents: list[tuple[Any, ...]] = []
         self._counts: list[Any] = []
@@ -84,10 +88,9 @@ class HostChanges:
             for text, before, now in place.changed():
                 if _counts(before, now, place) if kind is None else _counts_in_module(kind, text, before, now):
                     yield text
-        for kind, before in self._classes:
-            for name, value in vars(kind).items():
-                if value is not before.get(name) and (callable(value) or is_instance(value, property)):
-                    yield f"{kind.__name__}.{name}"
+        for text, _, value in chain.from_iterable(each.changed() for each in self._classes):
+            if callable(value) or is_instance(value, property):
+                yield text
 
 
 _private: Any = torch.nn.modules.module

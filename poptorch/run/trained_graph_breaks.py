@@ -131,17 +131,14 @@ class TrainedBrokenGraph(BrokenGraph):
         return replace(super().io, state=self._state)
 
     def attach(self, host: Mapping[str, np.ndarray]) -> None:
-        """Attach a device, loading given parameter and buffer values."""
         self._save_weights(host)
         super().attach(host)
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
-        """Device values of parameters and buffers by name, optionally only the named ones."""
         saved = {name: array for name, array in self._saved_as("weight").items() if names is None or name in names}
         return saved if self._newest is None else saved | self._newest.weights(names)
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
-        """Overwrite parameter and buffer values on the device, only those given."""
         self._save_weights(host)
         for each in self._root.descendants():
             if each.compiled is not None and (each.graph_break is not None or each.compiled is self._newest):
@@ -158,7 +155,6 @@ class TrainedBrokenGraph(BrokenGraph):
         return self._saved
 
     def write_persistent_state(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
-        """Overwrite state carried between runs."""
         self._newest, self._saved = None, {**self._saved, **values}
 
     def state(self) -> dict[str, np.ndarray]:
@@ -173,7 +169,6 @@ class TrainedBrokenGraph(BrokenGraph):
             self._newest.write_state({name: a for name, a in state.items() if name in self._newest.io.state})
 
     def write_numbers(self, numbers: np.ndarray) -> None:
-        """Set optimiser hyperparameters, effective next run."""
         self._numbers = numbers
         for each in self._programs:
             each.write_numbers(numbers)

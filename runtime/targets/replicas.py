@@ -218,7 +218,7 @@ class Replicas:
         return array
 
     def barrier(self, place: str, runs: int, payload: Any = None) -> list[Any]:
-        """Wait for all processes that drive replicas at barrier `transfer`, after `runs` runs.
+        """Wait for all processes that drive replicas at barrier `place`, after `runs` runs.
 
         Returns the payloads of all processes.
         """

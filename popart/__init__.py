@@ -31,6 +31,7 @@ from popxl.program import debug_info
 from runtime.targets.devices import (
     OFFLINE_DEVICE,
     Device,
+    DeviceCount,
     DeviceType,
     all_devices,
     cpu_device,
@@ -154,7 +155,7 @@ class DeviceManager:
         Args:
             options: `numIPUs` is the number of IPUs, 1 by default. Other properties of an IPU have no effect here.
         """
-        return model_device(int(str((options or {}).get("numIPUs", 1))))
+        return model_device(DeviceCount(int(str((options or {}).get("numIPUs", 1)))))
 
     def createOfflineIPUDevice(self, options: Mapping[str, object] | None = None) -> DeviceInfo:
         """Offline target: sessions compile, without running.
@@ -178,7 +179,7 @@ class DeviceManager:
             raise ValueError(
                 f"DeviceManager.createOfflineIPUDevice: `numIPUs` is {count}; {target} has {target.count} chips."
             )
-        return offline_device(target, count)
+        return offline_device(target, DeviceCount(count))
 
     def acquireAvailableDevice(self, numIpus: int = 1) -> DeviceInfo:
         """Best accelerators visible to JAX, else the CPU; attached.
@@ -186,7 +187,7 @@ class DeviceManager:
         Args:
             numIpus: number of IPUs. If there are fewer, one of them represents all.
         """
-        device = hardware_device(numIpus)
+        device = hardware_device(DeviceCount(numIpus))
         device.attach()
         return device
 

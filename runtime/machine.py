@@ -11,7 +11,7 @@ from runtime.program.compiled import CompiledProgram, Precompiled, compile_progr
 from runtime.program.laying_out import layout_for
 from runtime.program.run import Runner
 from runtime.program.store import VariableStore
-from runtime.targets.devices import Device, devices_needed, find_device, ipus_used, model_device
+from runtime.targets.devices import Device, DeviceCount, find_device, model_device
 from runtime.targets.offline import Target
 
 
@@ -75,10 +75,7 @@ class LayoutMachine(IdleMachine):
     """Machine without compilation and execution; requires no hardware except the CPU."""
 
     def device(self, description: str | Device | Target, ir: Ir) -> Device:
-        if isinstance(description, Device):
-            return description
-        count = ir.instance_replication_factor
-        return model_device(count, devices_needed(ir), count * len(ipus_used(ir)))
+        return description if isinstance(description, Device) else model_device(DeviceCount.of(ir))
 
     def program(self, ir: Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
         layout = layout_for(ir, device, None if precompiled is None else precompiled.mode)

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, Self
 from weakref import WeakSet
@@ -75,6 +76,38 @@ class DeviceType(Enum):
     IpuModel = "IpuModel"
     Ipu = "Ipu"
     OfflineIpu = "OfflineIpu"
+
+
+@dataclass(frozen=True)
+class DeviceCount:
+    """Numbers of devices that a program can use. Where there are too few, one stands for all.
+
+    Attributes:
+        count: a device for each replica.
+        ipus: number of IPUs that the devices represent; by default as many.
+        best: a device for each IPU of each replica, if that is another number.
+    """
+
+    count: int = 1
+    ipus: int | None = None
+    best: int = 0
+
+    @classmethod
+    def of(cls, ir: Ir) -> DeviceCount:
+        """Numbers for the replicas of a program that this process drives. It represents a power of two IPUs."""
+        count = ir.instance_replication_factor
+        used = {op.ipu or 0 for graph in reachable(ir.main_graph) for op in graph.ops}
+        needed = (max(used, default=0) + 1) * count
+        return cls(count, 1 << (needed - 1).bit_length(), count * len(used))
+
+    @property
+    def represented(self) -> int:
+        """Number of IPUs that the devices represent."""
+        return self.count if self.ipus is None else self.ipus
+
+    def of_available(self, available: int) -> int:
+        """`best` if as many devices are available, else `count`, else one."""
+        return next((wanted for wanted in (self.best, self.count) if 0 < wanted <= available), 1)
 
 
 class _Loaded(Protocol):
@@ -201,18 +234,14 @@ def cpu_device() -> Device:
     return Device("cpu", _local_devices("cpu")[:1], DeviceType.Cpu)
 
 
-def model_device(count: int = 1, ipus: int | None = None, best: int = 0) -> Device:
-    """CPU devices standing in for IPUs. Takes the arguments of `hardware_device`."""
+def model_device(wanted: DeviceCount = DeviceCount()) -> Device:
+    """CPU devices standing in for IPUs."""
     found = _local_devices("cpu")
-    return Device("ipu_model", _first_devices(found, best, count), DeviceType.IpuModel, count if ipus is None else ipus)
+    return Device("ipu_model", found[: wanted.of_available(len(found))], DeviceType.IpuModel, wanted.represented)
 
 
-def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = None, best: int = 0) -> Device:
-    """Best accelerator visible to JAX, else the CPU: `best` devices if available, else `count`, else one.
-
-    Args:
-        ipus: number of IPUs that they represent, by default the same.
-        best: number of devices that would be better than `count`.
+def hardware_device(wanted: DeviceCount, kind: str | None = None) -> Device:
+    """Best accelerator visible to JAX, else the CPU; or accelerators of a kind.
 
     Raises:
         RuntimeError: if there is no hardware of this kind.
@@ -226,22 +255,17 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
             ' own pages say; or take "ipu_hw", which is the best device that there is; or name a machine elsewhere, '
             'such as "gpu h100" or "tpu v5e", to compile for it.'
         ) from problem
-    return Device(kind or "ipu_hw", _first_devices(found, best, count), DeviceType.Ipu, count if ipus is None else ipus)
+    return Device(kind or "ipu_hw", found[: wanted.of_available(len(found))], DeviceType.Ipu, wanted.represented)
 
 
-def offline_device(target: Target, count: int = 1, ipus: int | None = None, best: int = 0) -> Device:
-    """Device of an offline target: `best` chips if available, else `count`, else one.
-
-    Args:
-        target: the machine.
-        count, ipus, best: as for `hardware_device`.
+def offline_device(target: Target, wanted: DeviceCount) -> Device:
+    """Device of an offline target.
 
     Raises:
         PopxlError: if its compiler is not installed.
     """
-    wanted = next((wanted for wanted in (best, count) if 0 < wanted <= target.count), 1)
-    numbered = count if ipus is None else ipus
-    return Device(str(target), target.first(wanted), DeviceType.OfflineIpu, numbered, target=target)
+    chips = target.first(wanted.of_available(target.count))
+    return Device(str(target), chips, DeviceType.OfflineIpu, wanted.represented, target=target)
 
 
 def all_devices() -> list[Device]:
@@ -253,11 +277,6 @@ def _local_devices(kind: str | None = None) -> list[jax.Device]:
     """This process's devices of a kind; by default, of the best platform."""
     compilers.start_jax()
     return jax.local_devices(backend=kind)
-
-
-def _first_devices(found: Sequence[jax.Device], best: int, count: int) -> Sequence[jax.Device]:
-    """The first `best` devices if available, else `count`, else one."""
-    return found[: next((wanted for wanted in (best, count) if 0 < wanted <= len(found)), 1)]
 
 
 def find_device(description: str | Device | Target, ir: Ir) -> Device:
@@ -282,36 +301,36 @@ def find_device(description: str | Device | Target, ir: Ir) -> Device:
     kinds = str | Device | Target
     check_type(description, kinds, "Session: the device", "text such as 'ipu_hw', a target or a device")
     warn_if_untested()
-    ipus = devices_needed(ir)
-    count = ir.instance_replication_factor
-    best = count * len(ipus_used(ir))
+    wanted = DeviceCount.of(ir)
     if processes.spans(ir):
-        found = _over_processes(description, count, ipus, best)
+        found = _over_processes(description, wanted)
     else:
         processes.warn_if_forgotten()
-        found = _resolve_device(description, count, ipus, best)
-    if found.type is DeviceType.Cpu and ipus > 1:
+        found = _resolve_device(description, wanted)
+    if found.type is DeviceType.Cpu and wanted.represented > 1:
         raise ValueError(
-            f"Session: the program is placed on {ipus} devices, and 'cpu' is a single one. Use 'ipu_model' or 'ipu_hw'."
+            f"Session: the program is placed on {wanted.ipus} devices, and 'cpu' is a single one. Use 'ipu_model' or "
+            "'ipu_hw'."
         )
     return found
 
 
-def _resolve_device(description: str | Device | Target, count: int, ipus: int, best: int) -> Device:
+def _resolve_device(description: str | Device | Target, wanted: DeviceCount) -> Device:
     if isinstance(description, Device):
         return description
     if isinstance(description, Target):
-        return offline_device(description, count, ipus, best)
-    return _described(os.environ.get(OFFLINE_DEVICE) or description, count, ipus, best)
+        return offline_device(description, wanted)
+    return _described(os.environ.get(OFFLINE_DEVICE) or description, wanted)
 
 
-def _over_processes(description: str | Device | Target, count: int, ipus: int, best: int) -> Device:
-    """Device of a multi-process program, of which this process drives `count` replicas, or some stages of them."""
+def _over_processes(description: str | Device | Target, wanted: DeviceCount) -> Device:
+    """Device of a multi-process program, of which this process drives some replicas, or some stages of them."""
     processes.join()
     instance = launched()
     if instance is not None and not instance.has_whole_replicas:
-        count = best = count * instance.share.stages
-    own = _resolve_device(description, count, ipus, best)
+        count = wanted.count * instance.share.stages
+        wanted = replace(wanted, count=count, best=count)
+    own = _resolve_device(description, wanted)
     if own.target is not None:
         raise PopxlError(
             f"Session: {own.target} is not here, and a program is compiled for it by one process, which sees all of "
@@ -322,35 +341,25 @@ def _over_processes(description: str | Device | Target, count: int, ipus: int, b
             f"Session: {description} stands for devices of this process only, and others run the program, too. "
             "Describe the device in words, such as 'ipu_hw'."
         )
-    return Device(own.name, processes.devices_of_all(own.jax_devices, count, best), own.type, own.numIpus)
+    everywhere = processes.devices_of_all(own.jax_devices, wanted.count, wanted.best)
+    return Device(own.name, everywhere, own.type, own.numIpus)
 
 
-def _described(description: str, count: int, ipus: int, best: int) -> Device:
+def _described(description: str, wanted: DeviceCount) -> Device:
     if description == "cpu":
         return cpu_device()
     if description == "ipu_model":
-        return model_device(count, ipus, best)
+        return model_device(wanted)
     if description == "ipu_hw":
-        return hardware_device(count, ipus, best=best)
+        return hardware_device(wanted)
     if description in PLATFORMS:
-        return hardware_device(count, ipus, description, best)
+        return hardware_device(wanted, description)
     if is_target(description):
-        return offline_device(Target(description), count, ipus, best)
+        return offline_device(Target(description), wanted)
     raise ValueError(
         f"Session: the device {description!r} is unknown; expected 'cpu', 'ipu_model', 'ipu_hw', a kind of hardware "
         f"({', '.join(map(repr, PLATFORMS))}), a machine that is not here ({FORMS}) or a device object."
     )
-
-
-def devices_needed(ir: Ir) -> int:
-    """Number of devices required by the program's placement: a power of two."""
-    highest = max(ipus_used(ir), default=0)
-    return 1 << ((highest + 1) * ir.instance_replication_factor - 1).bit_length()
-
-
-def ipus_used(ir: Ir) -> set[int]:
-    """IPU numbers used by the program's ops."""
-    return {op.ipu or 0 for graph in reachable(ir.main_graph) for op in graph.ops}
 
 
 ask_for_cpu_devices()

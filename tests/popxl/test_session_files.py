@@ -250,10 +250,10 @@ def test_arguments_of_load(path):
 
 
 def test_a_device_of_more_devices_than_replicas(path):
-    from runtime.targets.devices import model_device
+    from runtime.targets.devices import DeviceCount, model_device
 
-    popxl.Session(program(replicas=2), model_device(4)).save(path)
-    assert runs(popxl.Session.load(path, model_device(4)))
+    popxl.Session(program(replicas=2), model_device(DeviceCount(4))).save(path)
+    assert runs(popxl.Session.load(path, model_device(DeviceCount(4))))
     with pytest.raises(PopxlError, match="kinds"):
         popxl.Session.load(path, "ipu_model")
 

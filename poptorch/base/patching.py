@@ -11,7 +11,8 @@ Item = TypeVar("Item")
 
 @contextmanager
 def patched(holder: Any, **attributes: Any) -> Iterator[None]:
-    """Replace attributes of a module, class or object within a block; those that it has not itself are gone afterwards.
+    """Replace attributes of a module, class or object, or items of a dictionary, within a block; those that it has not
+    itself are gone afterwards.
 
     Example:
         >>> from types import SimpleNamespace
@@ -22,17 +23,20 @@ def patched(holder: Any, **attributes: Any) -> Iterator[None]:
         >>> settings
         namespace(level=1)
     """
-    before = {name: vars(holder)[name] for name in attributes if name in vars(holder)}
+    own, put, remove = (
+        (holder, dict.__setitem__, dict.__delitem__) if type(holder) is dict else (vars(holder), setattr, delattr)
+    )
+    before = {name: own[name] for name in attributes if name in own}
     try:
         for name, value in attributes.items():
-            setattr(holder, name, value)
+            put(holder, name, value)
         yield
     finally:
         for name in attributes:
             if name in before:
-                setattr(holder, name, before[name])
+                put(holder, name, before[name])
             else:
-                delattr(holder, name)
+                remove(holder, name)
 
 
 @contextmanager

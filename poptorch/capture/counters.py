@@ -11,13 +11,15 @@ import builtins
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import BuiltinFunctionType
 from typing import Any
 
 import numpy as np
 from torch.utils import _pytree as pytree
 
 from poptorch.base.host_numbers import CHOICE, FUNCTIONS, Number, NumberPath, Operand
+from poptorch.base.patching import patched
 from poptorch.capture.trace import Value
 
 COUNTER_TYPES = (bool, int, float)
@@ -273,19 +275,11 @@ def recording_number_functions(namespaces: Iterable[dict[str, Any]]) -> Iterator
         namespaces: global names of functions that may call them.
     """
     by_function = {vars(math)[name]: each for name, each in _MATH.items()}
-    changed: list[tuple[dict[str, Any], dict[str, Any]]] = [(vars(math), _MATH)]
-    for names in namespaces:
-        functions = [(key, value) for key, value in names.items() if type(value) is type(math.exp)]
-        own = {key: by_function[value] for key, value in functions if value in by_function}
-        changed.append((names, own | {key: each for key, each in _BUILTINS.items() if key not in names}))
-    before = [(names, {key: names[key] for key in others if key in names}) for names, others in changed]
-    for names, others in changed:
-        names.update(others)
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(patched(math, **_MATH))
+        for names in namespaces:
+            functions = [(key, value) for key, value in names.items() if type(value) is BuiltinFunctionType]
+            own = {key: by_function[value] for key, value in functions if value in by_function}
+            own |= {key: each for key, each in _BUILTINS.items() if key not in names}
+            stack.enter_context(patched(names, **own))
         yield
-    finally:
-        for (names, others), (_, values) in zip(changed, before, strict=True):
-            for key in others:
-                if key not in values:
-                    del names[key]
-            names.update(values)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import builtins
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, update_wrapper
 from types import MethodType, TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 
+from poptorch.base.patching import patched
 from poptorch.enums import MultiConvPlanType
 from poptorch.errors import Error
 from poptorch.placement.capture_context import CaptureContext, current
@@ -269,17 +270,13 @@ def module_repr(m: torch.nn.Module) -> str:
         >>> module_repr(BeginBlock(torch.nn.ReLU(), "A", ipu_id=1))
         'BeginBlock(user_id=A, ipu_id=1) ReLU()'
     """
-    named = []
-    try:
+    with ExitStack() as stack:
         for module in m.modules():
             for hook in _hooks(module).values():
                 # torch's own text asks each module for its name, so overrides of subclasses are kept
-                vars(module)["_get_name"] = partial(str, f"{hook} {module._get_name()}")
-                named.append(module)
+                name = partial(str, f"{hook} {module._get_name()}")
+                stack.enter_context(patched(vars(module), _get_name=name))
         return repr(m)
-    finally:
-        for module in named:
-            del vars(module)["_get_name"]
 
 
 def print(*values: object, **how: Any) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.capture.constants import computed
 from poptorch.capture.torch_private import without_modes
-from poptorch.capture.trace import Value, tensors_in
+from poptorch.capture.trace import Value, origins, tensors_in
 from poptorch.errors import createPoptorchError
 from popxl.extend.source import SourceLocation
 
@@ -181,12 +182,5 @@ def _has_floats(leaf: Any) -> bool:
 
 def _depends_on(values: Sequence[Value], others: Collection[Value]) -> bool:
     """Whether values depend, directly or indirectly, on any of `others`."""
-    waiting, seen = list(values), set[int]()
-    while waiting:
-        value = waiting.pop()
-        if value in others:
-            return True
-        if value.made_by is not None and id(value.made_by) not in seen:
-            seen.add(id(value.made_by))
-            waiting += value.made_by.inputs
-    return False
+    read = (value for node in origins(values) for value in node.inputs)
+    return any(value in others for value in chain(values, read))

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 
 from poptorch.capture.captured_constants import CapturedConstant
-from poptorch.capture.trace import Node, Value, values_in
+from poptorch.capture.trace import Node, Value, origins, values_in
 from poptorch.errors import createPoptorchError
 from popxl.extend.source import SourceLocation
 
@@ -77,10 +77,4 @@ class HostTensors:
 
 def _origins(value: Value) -> Iterator[Node]:
     """Host ops from which a value derives."""
-    waiting, known = [value], set()
-    while waiting:
-        node = waiting.pop().made_by
-        if node is not None and node.is_on_host and node not in known:
-            known.add(node)
-            yield node
-            waiting += node.inputs
+    return origins([value], lambda node: node.is_on_host)

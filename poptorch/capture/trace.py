@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,6 +197,17 @@ class Trace:
                 kept.append(node)
                 needed.update(map(id, node.inputs))
         return kept[::-1]
+
+
+def origins(values: Iterable[Value], is_followed: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
+    """Ops from which values derive, directly or indirectly, as far as ops are followed."""
+    waiting, known = list(values), set[Node]()
+    while waiting:
+        node = waiting.pop().made_by
+        if node is not None and node not in known and is_followed(node):
+            known.add(node)
+            yield node
+            waiting += node.inputs
 
 
 def values_in(arguments: Any) -> Iterator[Value]:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.base.dtypes import to_numpy
 from poptorch.capture.seeding import SEEDING
-from poptorch.capture.trace import Data, Node, Trace, Value, View
+from poptorch.capture.trace import Data, Node, Trace, Value, View, external_inputs
 from popxl.extend.arguments import exact_key
 from popxl.extend.graphs import last_uses
 
@@ -139,12 +139,6 @@ def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
         return (type(leaf), hash(leaf), exact_key(leaf))
     except TypeError:
         return id(leaf)
-
-
-def external_inputs(nodes: Sequence[Node]) -> list[Value]:
-    """External inputs of ops, in order of first use."""
-    made = {id(r) for node in nodes for r in node.results}
-    return list({id(v): v for node in nodes for v in node.inputs if id(v) not in made}.values())
 
 
 def _with_calls(nodes: Sequence[Node], chosen: list[list[_Run]], wanted: set[int]) -> list[Node]:

@@ -210,6 +210,12 @@ def origins(values: Iterable[Value], is_followed: Callable[[Node], bool] = lambd
             waiting += node.inputs
 
 
+def external_inputs(nodes: Sequence[Node]) -> list[Value]:
+    """External inputs of ops, in order of first use."""
+    made = {value for node in nodes for value in node.results}
+    return list(dict.fromkeys(value for node in nodes for value in node.inputs if value not in made))
+
+
 def values_in(arguments: Any) -> Iterator[Value]:
     """Values among arguments, in order."""
     return (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Value))

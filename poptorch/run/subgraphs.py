@@ -11,7 +11,7 @@ import torch
 from poptorch.base.leaves import Structure
 from poptorch.capture.graph_breaks import GraphBreak
 from poptorch.capture.model import Captured
-from poptorch.capture.trace import Node, Trace, Value
+from poptorch.capture.trace import Node, Trace, Value, external_inputs
 from poptorch.run.compiled import Compiled
 
 ValueId = tuple[Any, ...]
@@ -188,9 +188,7 @@ def partition(
             outputs |= set(previous.outputs)
         ordered = sorted(outputs, key=order.__getitem__)
         nodes = Trace(nodes=ops).without_unused(path.values_of(ordered), with_effects)
-        made = {id(value) for node in nodes for value in node.results}
-        used = dict.fromkeys(value for node in nodes for value in node.inputs if id(value) not in made)
-        inputs = [value for value in used if path.id_of(value)[0] != "state"]
+        inputs = [value for value in external_inputs(nodes) if path.id_of(value)[0] != "state"]
         needed = {value for value in needed if id(value) not in here} | set(inputs)
         found.append(Content(nodes, path.ids_of(inputs), ordered))
     return found[::-1]

@@ -49,54 +49,152 @@ def cluster_iterations(
         returned: storages that are read after them.
         batches_updates: whether updates of variables come after all other ops.
     """
-    count = Counter(map(signatures.signature, ops))
-    is_rare = {op: count[signatures.signature(op)] < FEWEST for op in ops}
-    slots = _slots(ops, signatures)
-    needs = _needs(ops, slots, signatures)
-    updates = _updates(ops, needs, is_rare, signatures) if batches_updates else frozenset()
-    late = _late(ops, needs, is_rare, slots, signatures) | {op for op in updates if not op.modified}
-    others = [op for op in ops if op not in late]
-    through: dict[Op, set[Op]] = {}  # direct and indirect dependencies of an op, including those through late ops
-    for op in ops:
-        through[op] = {n for needed in needs[op] for n in (through[needed] if needed in late else (needed,))}
-    made = {t for op in ops if op.inputs for t in op.outputs}
-    place = {op: i for i, op in enumerate(ops)}
-    again = {op: _operand(op, signatures) for op in late}
-    clustered = _in_order(others, through, is_rare, signatures, made, returned, updates)
-    ordered: list[Op] = []
-    found: set[Op] = set()
-    written: set[Tensor] = set()
-    for op in (*clustered, *sorted(late, key=place.__getitem__)):
-        if op in found:
-            continue
-        before, waiting = {op}, [op]
-        while waiting:
-            needed = (n for n in needs[waiting.pop()] if n in late)
-            repeated = again if op.called_graphs else {}
-            new = {n for n in needed if n not in found or repeated.get(n) not in (None, *written)} - before
-            before |= new
-            waiting += new
-        ordered += sorted(before, key=place.__getitem__)
-        found |= before
-        written.update(root for i in op.modified for root in signatures.roots(op.inputs[i]))
-    return ordered
+    return _Clustering(ops, signatures, returned).ordered(batches_updates)
 
 
-def _updates(
-    ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]], is_rare: Mapping[Op, bool], signatures: OpSignatures
-) -> AbstractSet[Op]:
-    """Batchable updates of variables that only other updates read afterwards; and the ops on gradients that only these
-    need, unless their results are smaller."""
-    followers = _followers(ops, needs)
-    found: set[Op] = set()
-    for op in reversed(ops):
-        if is_rare[op] or not found.issuperset(followers[op]):
-            continue
-        size = max(map(size_in_bytes, op.inputs), default=0)
-        is_larger = any(size_in_bytes(t) >= size for t in op.outputs)
-        if is_update(op, signatures) or (followers[op] and is_larger and not op.modified and is_batchable(op)):
-            found.add(op)
-    return found
+Slot = tuple[RemoteBuffer, int]
+
+
+class _Clustering:
+    """Ops of a graph, with what decides about their order.
+
+    Attributes:
+        ops, signatures, returned: as for `cluster_iterations`.
+        place: positions of the ops in the program.
+        is_rare: whether an op has too few counterparts for a loop.
+        slots: slots of remote buffers that ops load from or store to, by constant numbers.
+        needs, followers: ops that an op comes after, and those that come after it.
+    """
+
+    def __init__(self, ops: Sequence[Op], signatures: OpSignatures, returned: Container[Tensor]) -> None:
+        self.ops, self.signatures, self.returned = ops, signatures, returned
+        self.place = {op: i for i, op in enumerate(ops)}
+        count = Counter(map(signatures.signature, ops))
+        self.is_rare = {op: count[signatures.signature(op)] < FEWEST for op in ops}
+        self.slots = _slots(ops, signatures)
+        self.needs = _needs(ops, self.slots, signatures)
+        self.followers = _followers(ops, self.needs)
+
+    def ordered(self, batches_updates: bool) -> list[Op]:
+        """The ops, clustered."""
+        updates = self._updates() if batches_updates else frozenset()
+        late = self._late() | {op for op in updates if not op.modified}
+        through: dict[Op, set[Op]] = {}  # direct and indirect dependencies of an op, including those through late ops
+        for op in self.ops:
+            through[op] = {n for needed in self.needs[op] for n in (through[needed] if needed in late else (needed,))}
+        again = {op: self._operand(op) for op in late}
+        clustered = self._in_order([op for op in self.ops if op not in late], through, updates)
+        ordered: list[Op] = []
+        found: set[Op] = set()
+        written: set[Tensor] = set()
+        for op in (*clustered, *sorted(late, key=self.place.__getitem__)):
+            if op in found:
+                continue
+            before, waiting = {op}, [op]
+            while waiting:
+                needed = (n for n in self.needs[waiting.pop()] if n in late)
+                repeated = again if op.called_graphs else {}
+                new = {n for n in needed if n not in found or repeated.get(n) not in (None, *written)} - before
+                before |= new
+                waiting += new
+            ordered += sorted(before, key=self.place.__getitem__)
+            found |= before
+            written.update(root for i in op.modified for root in self.signatures.roots(op.inputs[i]))
+        return ordered
+
+    def _roots(self, op: Op) -> set[Tensor]:
+        return {root for t in op.inputs for root in self.signatures.roots(t)}
+
+    def _updates(self) -> AbstractSet[Op]:
+        """Batchable updates of variables that only other updates read afterwards; and the ops on gradients that only
+        these need, unless their results are smaller."""
+        found: set[Op] = set()
+        for op in reversed(self.ops):
+            if self.is_rare[op] or not found.issuperset(self.followers[op]):
+                continue
+            size = max(map(size_in_bytes, op.inputs), default=0)
+            is_larger = any(size_in_bytes(t) >= size for t in op.outputs)
+            is_for_update = self.followers[op] and is_larger and not op.modified and is_batchable(op)
+            if is_update(op, self.signatures) or is_for_update:
+                found.add(op)
+        return found
+
+    def _operand(self, op: Op) -> Tensor | None:
+        """Variable of equally many elements that an op reads, such as a cast's; `None` for other ops."""
+        if len(op.inputs) != 1 or len(op.outputs) != 1 or op.kind.between_replicas:
+            return None
+        (t,) = op.inputs
+        roots = self.signatures.roots(t)
+        is_given = len(roots) == 1 and roots[0].producer is None and t.shape == op.outputs[0].shape
+        return roots[0] if is_given else None
+
+    def _late(self) -> AbstractSet[Op]:
+        """Ops on variables only that a single iteration needs, without another op of equal signature. (For constants,
+        iterations would need a table.) And loads from `slots` that are used before the next call, with their room."""
+        made_early: set[Tensor] = set()
+        late: set[Op] = set()
+        used: set[Op] = set()  # by ops before the next call
+        for op in reversed(self.ops):
+            used = set() if op.called_graphs else used
+            if op in used and op in self.slots and op.outputs and not op.modified and not self.is_rare[op]:
+                late |= {op, *(n for n in self.needs[op] if not n.inputs and self.followers[n] == [op])}
+            used |= self.needs[op]
+        for op in self.ops:
+            is_pure = not (op.modified or op.called_graphs or op.kind.exchange or op.kind.effect)
+            roots, followers = self._roots(op), self.followers[op]
+            begins = bool(roots) and made_early.isdisjoint(roots) and not any(isinstance(t, Constant) for t in roots)
+            is_of_one = len({self.signatures.signature(each) for each in followers}) == len(followers) > 0
+            if is_pure and begins and is_of_one and not self.is_rare[op]:
+                late.add(op)
+            elif op not in late:
+                made_early.update(op.outputs)
+        return late
+
+    def _in_order(self, ops: Sequence[Op], needs: Mapping[Op, AbstractSet[Op]], updates: Container[Op]) -> list[Op]:
+        """Clustered ops, after their dependencies; updates after others."""
+        place = {op: i for i, op in enumerate(ops)}
+        followers = _followers(ops, needs)
+        made = {t for op in self.ops if op.inputs for t in op.outputs}
+        read = {root for op in ops for root in self._roots(op)}
+        ahead = dict.fromkeys(ops, 0)  # number of calls on the longest path of reads that starts at an op
+        is_put_off = dict(self.is_rare)
+        for op in reversed(ops):
+            ahead[op] += bool(op.called_graphs) and any(t in read or t in self.returned for t in op.outputs)
+            for needed in needs[op]:
+                ahead[needed] = max(ahead[needed], ahead[op])
+                is_put_off[needed] &= is_put_off[op]
+        missing = {op: len(needs[op]) for op in ops}
+
+        def stays_behind(op: Op) -> bool:
+            is_free = self.is_rare[op] and all(t.nelms == 1 for t in op.outputs)
+            return made.isdisjoint(self._roots(op)) and not is_free
+
+        waits = {op: is_put_off[op] or stays_behind(op) for op in ops}
+        ready: list[tuple[bool, bool, int, bool, int]] = []
+        ordered: list[Op] = []
+        taken: set[Op] = set()
+        upto = 0  # all ops before this place are taken
+
+        def offer(op: Op) -> None:
+            if not missing[op] and (not waits[op] or place[op] == upto):
+                heappush(ready, (is_put_off[op], op in updates, ahead[op], self.is_rare[op], place[op]))
+
+        for op in ops:
+            offer(op)
+        while ready:
+            op = ops[heappop(ready)[-1]]
+            ordered.append(op)
+            taken.add(op)
+            for follower in followers[op]:
+                missing[follower] -= 1
+                if not waits[follower]:
+                    offer(follower)
+            before = upto
+            while upto < len(ops) and ops[upto] in taken:
+                upto += 1
+            if before < upto < len(ops) and waits[ops[upto]]:
+                offer(ops[upto])
+        return ordered
 
 
 def is_update(op: Op, signatures: OpSignatures) -> bool:
@@ -111,103 +209,6 @@ def _followers(ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]]) -> defaultdi
         for needed in needs[op]:
             found[needed].append(op)
     return found
-
-
-def _operand(op: Op, signatures: OpSignatures) -> Tensor | None:
-    """Variable of equally many elements that an op reads, such as a cast's; `None` for other ops."""
-    if len(op.inputs) != 1 or len(op.outputs) != 1 or op.kind.between_replicas:
-        return None
-    (t,) = op.inputs
-    roots = signatures.roots(t)
-    is_given = len(roots) == 1 and roots[0].producer is None and t.shape == op.outputs[0].shape
-    return roots[0] if is_given else None
-
-
-def _late(
-    ops: Sequence[Op],
-    needs: Mapping[Op, AbstractSet[Op]],
-    is_rare: Mapping[Op, bool],
-    slots: Mapping[Op, Slot],
-    signatures: OpSignatures,
-) -> AbstractSet[Op]:
-    """Ops on variables only that a single iteration needs, without another op of equal signature. (For constants,
-    iterations would need a table.) And loads from `slots` that are used before the next call, with their room."""
-    followers = _followers(ops, needs)
-    made_early: set[Tensor] = set()
-    late: set[Op] = set()
-    used: set[Op] = set()  # by ops before the next call
-    for op in reversed(ops):
-        used = set() if op.called_graphs else used
-        if op in used and op in slots and op.outputs and not op.modified and not is_rare[op]:
-            late |= {op, *(n for n in needs[op] if not n.inputs and followers[n] == [op])}
-        used |= needs[op]
-    for op in ops:
-        is_pure = not (op.modified or op.called_graphs or op.kind.exchange or op.kind.effect)
-        roots = {root for t in op.inputs for root in signatures.roots(t)}
-        begins = bool(roots) and made_early.isdisjoint(roots) and not any(isinstance(t, Constant) for t in roots)
-        is_of_one = len({signatures.signature(each) for each in followers[op]}) == len(followers[op]) > 0
-        if is_pure and begins and is_of_one and not is_rare[op]:
-            late.add(op)
-        elif op not in late:
-            made_early.update(op.outputs)
-    return late
-
-
-def _in_order(
-    ops: Sequence[Op],
-    needs: Mapping[Op, AbstractSet[Op]],
-    is_rare: Mapping[Op, bool],
-    signatures: OpSignatures,
-    made: AbstractSet[Tensor],
-    returned: Container[Tensor],
-    updates: Container[Op],
-) -> list[Op]:
-    """Clustered ops, after their dependencies; updates after others."""
-    place = {op: i for i, op in enumerate(ops)}
-    followers = _followers(ops, needs)
-    read = {root for op in ops for t in op.inputs for root in signatures.roots(t)}
-    ahead = dict.fromkeys(ops, 0)  # number of calls on the longest path of reads that starts at an op
-    is_put_off = dict(is_rare)
-    for op in reversed(ops):
-        ahead[op] += bool(op.called_graphs) and any(t in read or t in returned for t in op.outputs)
-        for needed in needs[op]:
-            ahead[needed] = max(ahead[needed], ahead[op])
-            is_put_off[needed] &= is_put_off[op]
-    missing = {op: len(needs[op]) for op in ops}
-
-    def stays_behind(op: Op) -> bool:
-        begins = made.isdisjoint(root for t in op.inputs for root in signatures.roots(t))
-        return begins and not (is_rare[op] and all(t.nelms == 1 for t in op.outputs))
-
-    waits = {op: is_put_off[op] or stays_behind(op) for op in ops}
-    ready: list[tuple[bool, bool, int, bool, int]] = []
-    ordered: list[Op] = []
-    taken: set[Op] = set()
-    upto = 0  # all ops before this place are taken
-
-    def offer(op: Op) -> None:
-        if not missing[op] and (not waits[op] or place[op] == upto):
-            heappush(ready, (is_put_off[op], op in updates, ahead[op], is_rare[op], place[op]))
-
-    for op in ops:
-        offer(op)
-    while ready:
-        op = ops[heappop(ready)[-1]]
-        ordered.append(op)
-        taken.add(op)
-        for follower in followers[op]:
-            missing[follower] -= 1
-            if not waits[follower]:
-                offer(follower)
-        before = upto
-        while upto < len(ops) and ops[upto] in taken:
-            upto += 1
-        if before < upto < len(ops) and waits[ops[upto]]:
-            offer(ops[upto])
-    return ordered
-
-
-Slot = tuple[RemoteBuffer, int]
 
 
 def _slots(ops: Sequence[Op], signatures: OpSignatures) -> dict[Op, Slot]:

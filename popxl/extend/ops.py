@@ -36,7 +36,7 @@ from popxl.ops.complex import NORM
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import ELEMENTWISE, REAL
 from popxl.ops.index import picks_rows
-from popxl.ops.memory import available_after_all, scheduled_after
+from popxl.ops.memory import available_after_all, recomputed_after, scheduled_after
 from popxl.ops.nn import REDUCTION_TYPE, cross_entropy, cross_entropy_with_grad
 from popxl.ops.var_updates.adam import adam_direction, minus_correction
 from popxl.ops.var_updates.factors import factor, one_number
@@ -85,5 +85,6 @@ __all__ = [
     "one_number",
     "picks_rows",
     "predicate",
+    "recomputed_after",
     "scheduled_after",
 ]

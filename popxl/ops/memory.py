@@ -19,8 +19,11 @@ def _available_after(t: Any, other: Any) -> Any:
     return after
 
 
-available_after_kind = OpKind(
-    "AvailableAfter", _available_after, shape=like_first, result="{t}_after", gradient={"t": lambda g: g}
+available_after_kind, recomputed_after_kind = (
+    OpKind(
+        "AvailableAfter", _available_after, shape=like_first, result="{t}_after", gradient={"t": lambda g: g}, key=key
+    )
+    for key in ("AvailableAfter", "RecomputedAfter")
 )
 scheduled_after_kind = OpKind(
     "ScheduledAfter",
@@ -77,10 +80,18 @@ def available_after(t: Tensor, other: Tensor) -> Tensor:
     return available_after_kind(t, other)
 
 
+def recomputed_after(t: Tensor, other: Tensor) -> Tensor:
+    """`available_after` for recomputation in a gradient graph, where nothing else in the graph computes the same.
+
+    A loop that calls nothing but the graph needs no wait: the forward calls are in another loop.
+    """
+    return recomputed_after_kind(t, other)
+
+
 def without_wait(t: Tensor) -> Tensor:
     """Operand of the `available_after` op that produces `t`; `t` itself for other producers."""
     op = t.origin.producer
-    return t if op is None or op.kind is not available_after_kind else op.inputs[0]
+    return t if op is None or op.kind not in (available_after_kind, recomputed_after_kind) else op.inputs[0]
 
 
 def available_after_all(t: Tensor, others: Sequence[Tensor]) -> Tensor:

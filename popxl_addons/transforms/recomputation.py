@@ -12,7 +12,7 @@ from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import check_type
 from popxl.extend.graphs import has_effect, is_attention, is_call, reachable
-from popxl.extend.ops import Op, available_after_all, scheduled_after
+from popxl.extend.ops import Op, available_after_all, recomputed_after, scheduled_after
 from popxl.tensor import Constant
 from popxl.transforms import ExpectedConnectionType, GradGraphInfo
 from popxl.transforms.autodiff import make_grad_graph_info
@@ -46,7 +46,7 @@ def recompute_graph(
     values to those that the gradient reads.
 
     Recomputed ops wait for the first incoming gradient (`ops.available_after`), so that XLA does not merge them with
-    the forward pass.
+    the forward pass. Rerolled loops compile backward calls apart from forward calls, without a wait.
 
     Its inputs are the gradients and the forward inputs that `grad_graph` expects, in its order; the other forward
     inputs, sorted by name; and the further inputs of `grad_graph`, such as accumulators, sorted by name. With `keep` or
@@ -233,7 +233,7 @@ def _compute(again: OpsAgain, of: _Bound, first: popxl.Tensor, available: set[po
                 _compute_in_part(op, within, of, first, waiting)
                 continue
             for t in _to_wait(op, waiting, available):
-                held[t] = ops.available_after(_forward_tensor(t, of), first)
+                held[t] = recomputed_after(_forward_tensor(t, of), first)
                 waiting.add(t)
             of |= zip(op.outputs, _computed(op, of, held), strict=False)
         waiting.update(op.outputs)

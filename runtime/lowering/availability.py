@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from popxl.core.recording import Op
 from popxl.ops.kernels import memory
 from popxl.ops.kernels.kernel import Kernel, overriding_kernels
-from popxl.ops.memory import available_after_kind, scheduled_after_kind
+from popxl.ops.memory import available_after_kind, recomputed_after_kind, scheduled_after_kind
 from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment
 from runtime.lowering.registry import register_lowering
@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 @register_lowering(available_after_kind)
 def _available_after(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     _order(memory.available_together, lowering, op, environment, context)
+
+
+@register_lowering(recomputed_after_kind)
+def _recomputed_after(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
+    """Order a value only where XLA could merge recomputation with forward calls.
+
+    A barrier keeps XLA from reading rows of a loop's arrays within the kernels that use them.
+    """
+    if op.graph is context.alone:
+        environment.write(op.outputs[0], environment.value_of(op.inputs[0]))
+    else:
+        _order(memory.available_together, lowering, op, environment, context)
 
 
 @register_lowering(scheduled_after_kind)

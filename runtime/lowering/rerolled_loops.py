@@ -95,6 +95,12 @@ class RerolledLoop:
         return self.iterations[self.template]
 
     @cached_property
+    def only_graph(self) -> Graph | None:
+        """The graph that an iteration calls, if it calls one and does so once."""
+        called = [graph for op in self.ops for graph in op.called_graphs]
+        return called[0] if len(called) == 1 else None
+
+    @cached_property
     def all_ops(self) -> tuple[Op, ...]:
         """Ops of all iterations, in order."""
         return tuple(op for iteration in self.iterations for op in iteration)
@@ -129,7 +135,7 @@ def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environm
     def iterate(state: Any, rows: Sequence[Array]) -> Any:
         carried, positions = state
         inside = loop_channels.in_iteration(positions)
-        body = context.in_loop_body(inside, rows=len(loop.iterations))
+        body = context.in_loop_body(inside, rows=len(loop.iterations), alone=loop.only_graph)
         after = lowering.lower_ops(loop.ops, builder.iteration_values(carried, rows), body)
         return (builder.next_state(rows, after), inside.carried(streams)), None
 

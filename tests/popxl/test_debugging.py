@@ -507,6 +507,21 @@ def test_progress_is_told(way: Any) -> None:
     assert times == sorted(times)
 
 
+def test_lines_go_to_the_innermost_reader() -> None:
+    """Also after an error; without a reader they are lost."""
+    outer: list[str] = []
+    inner: list[str] = []
+    progress.report("before")
+    with progress.reporting(outer.append):
+        progress.report("1")
+        with pytest.raises(ZeroDivisionError), progress.reporting(inner.append):
+            progress.report("2")
+            raise ZeroDivisionError
+        progress.report("3")
+    progress.report("after")
+    assert (outer, inner) == (["1", "3"], ["2"])
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

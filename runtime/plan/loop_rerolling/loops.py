@@ -132,18 +132,18 @@ class _Sequence:
                 self._reasons.update((callee, problem or "") for callee in op.called_graphs)
 
     def _alignments(self, span: PeriodicRange) -> Iterator[tuple[int, int]]:
-        """Candidate starts of the first iteration, with repetition counts: those with least carried data first; first
-        or last iteration may be special."""
+        """Candidate starts of the first iteration, with repetition counts: those with fewest carried values first. The
+        first or last iteration may be special."""
         for start in sorted(
-            span.starts, key=lambda start: (self._carried_bytes(start + span.period, span.period), start)
+            span.starts, key=lambda start: (self._carried_values(start + span.period, span.period), start)
         ):
             yield start, span.repetitions
             if span.repetitions > FEWEST:
                 yield start + span.period, span.repetitions - 1
                 yield start, span.repetitions - 1
 
-    def _carried_bytes(self, place: int, period: int) -> int:
-        """Amount of data carried across an iteration boundary."""
+    def _carried_values(self, place: int, period: int) -> int:
+        """Number of values carried across an iteration boundary."""
         after = (root for op in self._ops[place : place + period] for t in op.inputs for root in self._roots(t))
         return len({t for t in after if any(place - period <= made < place for made, _ in self._live.get(t, ()))})
 

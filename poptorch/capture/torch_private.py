@@ -211,17 +211,15 @@ def _has_storage(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.layout is torch.strided
 
 
-def become(t: torch.Tensor, other: torch.Tensor) -> bool:
-    """Replace a tensor in place by another, for all references; returns whether this succeeded.
-
-    It is not possible for tensors that PyTorch itself holds, for views of them or for a backward pass.
+def become(t: torch.Tensor, other: torch.Tensor) -> None:
+    """Replace a tensor in place by another, for all references, where that is possible: not for tensors that PyTorch
+    itself holds, for views of them or for a backward pass.
     """
     if t._use_count() != 1:  # type: ignore[attr-defined]
-        return False
+        return
     t.__class__, other.__class__ = other.__class__, t.__class__
     t.__dict__, other.__dict__ = other.__dict__, t.__dict__
     torch._C._swap_tensor_impl(t, other)
-    return True
 
 
 def forget_history(t: torch.Tensor) -> None:

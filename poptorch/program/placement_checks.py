@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from poptorch.enums import Liveness, OutputMode
 from poptorch.errors import Error
 from poptorch.options import Options
 from poptorch.placement.capture_context import Site
-from poptorch.placement.strategies import ParallelPhasedExecution, ShardedExecution, _IPhasedExecution
+from poptorch.placement.strategies import ParallelPhasedExecution, ShardedExecution
 
 MAX_UNITS = 64
 """How many units a process may ask for."""
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Resources required by a program's blocks.
-
-    Args:
-        units: the number of units of one replica.
-        stages: the number of pipeline stages, with those of the backward pass in training; 1 if nothing is pipelined.
-        phases: the number of phases of phased execution; None without.
-    """
-
-    units: int
-    stages: int
-    phases: int | None
-
-    @property
-    def pipelined(self) -> bool:
-        """Whether several stages run concurrently."""
-        return self.stages > 1
-
-
-def check_placement(sites: Sequence[Site], options: Options, training: bool) -> Placement:
-    """Check block requirements against the options, and return them.
+def check_placement(sites: Sequence[Site], options: Options, training: bool) -> None:
+    """Check block requirements against the options.
 
     Args:
         sites: annotations of the operations of `forward`, in order.
@@ -48,16 +27,14 @@ def check_placement(sites: Sequence[Site], options: Options, training: bool) -> 
             phases do not have.
     """
     strategy = options.execution_strategy
-    units = _units(sites, options)
-    if isinstance(strategy, _IPhasedExecution):
-        _check_phases(sites, strategy)
-        return Placement(units, 1, _phase_count(strategy))
-    if strategy.overlaps_stages:
-        return Placement(units, _pipeline_stages(sites, options, training), None)
-    return Placement(units, 1, None)
+    _check_units(sites, options)
+    if isinstance(strategy, ParallelPhasedExecution):
+        _check_parallel_phases(sites, strategy)
+    elif strategy.overlaps_stages:
+        _check_pipeline(sites, options, training)
 
 
-def _units(sites: Sequence[Site], options: Options) -> int:
+def _check_units(sites: Sequence[Site], options: Options) -> None:
     units = 1 + max((site.unit for site in sites), default=0)
     replicas = options.replication_factor
     asked = units * replicas
@@ -76,35 +53,29 @@ def _units(sites: Sequence[Site], options: Options) -> int:
             f"processes, which `poprun` starts. Here there are {units} for each of {replicas} replicas: lower "
             "`replicationFactor`, or use fewer units."
         )
-    return units
 
 
-def _pipeline_stages(sites: Sequence[Site], options: Options, training: bool) -> int:
+def _check_pipeline(sites: Sequence[Site], options: Options, training: bool) -> None:
     forward = len(list(groupby(site.unit for site in sites)))
     if forward <= 1:
-        return 1
-    if training:
-        stages, given = 2 * forward - 1, options.Training.gradient_accumulation
-        if given < stages:
-            raise Error(
-                "poptorch.Options().Training.gradientAccumulation must be greater than or equal to the number of "
-                f"pipeline stages ({stages}) when using poptorch.PipelinedExecution. Please note that a model with "
-                f"{forward} pipeline stages in PopTorch will have an additional {forward - 1} stages when training. It "
-                f"is {given}: accumulate over more micro-batches, or use fewer stages."
-            )
-        return stages
-    if options.device_iterations < forward:
+        return
+    stages, given = 2 * forward - 1, options.Training.gradient_accumulation
+    if training and given < stages:
+        raise Error(
+            "poptorch.Options().Training.gradientAccumulation must be greater than or equal to the number of "
+            f"pipeline stages ({stages}) when using poptorch.PipelinedExecution. Please note that a model with "
+            f"{forward} pipeline stages in PopTorch will have an additional {forward - 1} stages when training. It "
+            f"is {given}: accumulate over more micro-batches, or use fewer stages."
+        )
+    if not training and options.device_iterations < forward:
         raise Error(
             "poptorch.Options().deviceIterations must be greater than or equal to the number of pipeline stages "
             f"({forward}) of a pipelined inference model; it is {options.device_iterations}. Do more iterations, or "
             "use fewer stages."
         )
-    return forward
 
 
-def _check_phases(sites: Sequence[Site], strategy: _IPhasedExecution) -> None:
-    if not isinstance(strategy, ParallelPhasedExecution):
-        return
+def _check_parallel_phases(sites: Sequence[Site], strategy: ParallelPhasedExecution) -> None:
     if strategy.liveness not in (Liveness.AlwaysLive, Liveness.OffChipAfterFwd):
         raise Error(
             f"ParallelPhasedExecution: the liveness is {strategy.liveness.name}; expected AlwaysLive or "
@@ -116,11 +87,6 @@ def _check_phases(sites: Sequence[Site], strategy: _IPhasedExecution) -> None:
                 f"ParallelPhasedExecution: block {site.block!r} of phase {site.phase} is on unit {site.unit}; even "
                 "phases must be on even units, and odd ones on odd units. Choose them: `strategy.phase(0).ipus(0, 2)`."
             )
-
-
-def _phase_count(strategy: _IPhasedExecution) -> int:
-    leaves = strategy.liveness is not Liveness.AlwaysLive
-    return len(strategy.phases) + 3 * leaves + strategy.separate_backward_phase
 
 
 def check_overlapped_io(options: Options, output_mode: OutputMode) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from popxl.base.memory_requests import MemoryRequest
 from popxl.base.pages import bytes_text
 from runtime.memory_plans.compiled import IN_ONE_PIECE, Compiled, Division
 from runtime.memory_plans.needs import GraphNeeds
-from runtime.memory_plans.solver import Release, Solution, keep_all, most_bytes, solve
+from runtime.memory_plans.solver import Release, Solution, keep_all, least_seconds, most_bytes, solve
 from runtime.progress import report, stage
 
 COMPILATIONS = 3
@@ -43,10 +44,16 @@ class PlanSearch:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last plan uses the budget, or does without recomputation."""
+        """Whether everything is within the budget, or the last plan uses the budget or adds as little time as any."""
         solution, last = self.tried[-1]
         peak = last.memory.device
-        return peak <= self._budget and (not solution.seconds or peak >= 0.9 * self._budget)
+        if peak > self._budget:
+            return False
+        return len(self.tried) == 1 or peak >= 0.9 * self._budget or solution.seconds <= 1.01 * self._least_seconds
+
+    @cached_property
+    def _least_seconds(self) -> float:
+        return least_seconds(self._graphs, self.everything.chip, self.everything.release)
 
     @property
     def _graphs(self) -> Sequence[GraphNeeds]:
@@ -55,7 +62,7 @@ class PlanSearch:
     def try_everything(self) -> None:
         """Compile the program with all activations kept."""
         first = self._compile("everything")
-        self._add(keep_all(first.needs, first.release), first)
+        self._add(keep_all(first.needs, first.release, first.chip), first)
 
     @property
     def compiled(self) -> list[Compiled]:

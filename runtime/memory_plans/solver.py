@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import chain, product
 from typing import Any, Literal
 
-from runtime.memory_plans.needs import GraphNeeds, host_bandwidth, some_of
+from runtime.memory_plans.needs import GraphNeeds, host_bandwidth, memory_bandwidth, some_of
 from runtime.targets.chip import Chip
 
 Treatment = Literal["keep", "recompute", "offload"]
@@ -56,12 +56,20 @@ class Solution:
     seconds: float
 
 
-def keep_all(graphs: Sequence[GraphNeeds], release: Release) -> Solution:
+def keep_all(graphs: Sequence[GraphNeeds], release: Release, chip: Chip | None = None) -> Solution:
     """Keep what gradients read."""
     whole: Treatments = {
         g.name: [Group(g.calls, {path: "keep" if path in g.read else "recompute" for path in g.bytes})] for g in graphs
     }
-    return Solution(whole, most_bytes(graphs, whole, release), 0.0)
+    program = _IntegerProgram(graphs, {g.name: (g.calls,) for g in graphs}, chip, (), release)
+    return program.solution(program.assignment(whole))
+
+
+def least_seconds(graphs: Sequence[GraphNeeds], chip: Chip | None, release: Release) -> float:
+    """The least time that treatments add without a limit."""
+    program = _IntegerProgram(graphs, {g.name: (g.calls,) for g in graphs}, chip, (), release)
+    _, found = program.solved(float("inf"))
+    return 0.0 if found is None else found.seconds
 
 
 def most_bytes(graphs: Sequence[GraphNeeds], treatments: Treatments, release: Release) -> int:
@@ -208,7 +216,7 @@ class _IntegerProgram:
         )
         if found.x is None:
             return float("inf"), None
-        return found.fun, self._solution([x > 0.5 for x in found.x[:-1]])
+        return found.fun, self.solution([x > 0.5 for x in found.x[:-1]])
 
     def assignment(self, treatments: Treatments) -> list[bool]:
         """The assignment that treatments mean, as compiled."""
@@ -237,10 +245,14 @@ class _IntegerProgram:
         return max((held + sum(s for c, s in row.items() if taken[c]) for row, held in self._moments), default=0.0)
 
     def _declare(self, g: GraphNeeds, calls: int, chip: Chip | None, may_offload: bool) -> _Columns:
-        """Declare the variables of a group of calls."""
+        """Declare the variables of a group of calls.
+
+        Calls and loops write what they keep, also what forward kernels compute as they read it, from their operands.
+        """
         group = _Columns(g, calls)
+        fused = {op.results[0] for op in g.ops if op.is_fused and self._release != "read"}
         for path, size in g.bytes.items():
-            group.kept[path] = self._column()
+            group.kept[path] = self._column(calls * size / memory_bandwidth(chip) if path in fused else 0.0)
             if may_offload:
                 group.offloaded[path] = self._column(calls * 2 * size / host_bandwidth(chip))
         for number, op in enumerate(g.ops):
@@ -265,7 +277,7 @@ class _IntegerProgram:
         rows, columns, values = zip(*cells, strict=True)
         return coo_array((values, (rows, columns)), shape=(len(self._rows), len(self._seconds) + 1)).tocsr()
 
-    def _solution(self, taken: Sequence[bool]) -> Solution:
+    def solution(self, taken: Sequence[bool]) -> Solution:
         """What an assignment means."""
         treatments = {
             name: [

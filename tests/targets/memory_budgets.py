@@ -47,8 +47,8 @@ PAIRS = {"tpu v5e": "1x2", "tpu v5p": "2x1x1"}
 """Two chips of TPUs whose chips lie in a grid of two and of three dimensions."""
 POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 HEAD = """\
-| | program | % | budget, MB | compiled, MB | used, % | compilations | GB | Gflop | best policy of JAX | GB | Gflop |
-|---|---|---|---|---|---|---|---|---|---|---|---|"""
+| | program | % | budget, MB | compiled, MB | used, % | compilations | GB | Gflop | Mcycles | best policy of JAX | GB | Gflop | Mcycles |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
 
 
 class MixtureBlock(addons.Module):
@@ -190,6 +190,7 @@ class InJax(NamedTuple):
     memory: int
     bytes: int
     flops: int
+    cycles: int
 
 
 @cache
@@ -239,7 +240,7 @@ def in_jax(name: str, target: str, in_loop: bool) -> tuple[InJax, ...]:
         needs, work = executable.memory_analysis(), account_of(parse_hlo(executable.as_text())).total
         memory = needs.argument_size_in_bytes + needs.temp_size_in_bytes
         memory += needs.output_size_in_bytes - needs.alias_size_in_bytes + needs.generated_code_size_in_bytes
-        found.append(InJax(policy, memory, work.bytes, work.flops))
+        found.append(InJax(policy, memory, work.bytes, work.flops, work.cycles))
     return tuple(found)
 
 
@@ -253,19 +254,24 @@ def row(name: str, target: str, calls: Any, share: int, beside: bool, is_open: b
         parts = f" in {plan.plan.micro_batches}" if is_open else ""
         ours = [
             *(f"{plan.peak / 1e6:.1f}{parts}", f"{100 * plan.peak / budget:.0f}", str(plan.compilations)),
-            *(f"{plan.cost.bytes_accessed / 1e9:.3f}", f"{plan.cost.flops / 1e9:.1f}"),
+            *needed(plan.cost.bytes_accessed, plan.cost.flops, plan.cost.cycles),
         ]
     except PopxlError as problem:
         least = str(problem).partition("needs ")[2].partition(":")[0]
-        ours = [f"none found; the least is {least}", *["–"] * 4]
+        ours = [f"none found; the least is {least}", *["–"] * 5]
     chip = whole.chip
     known = in_jax(name, target, calls == "rolled") if beside else ()
     fitting = [each for each in known if each.memory <= budget]
     if not fitting:
-        return [f"{budget / 1e6:.1f}", *ours, "none fits" if known else "–", "–", "–"]
+        return [f"{budget / 1e6:.1f}", *ours, "none fits" if known else "–", *["–"] * 3]
     seconds = (1.0, 0.0) if chip is None else (1 / chip.memory_bandwidth, 1 / chip.rate("bfloat16"))
     best = min(fitting, key=lambda each: each.bytes * seconds[0] + each.flops * seconds[1])
-    return [f"{budget / 1e6:.1f}", *ours, f"`{best.policy}`", f"{best.bytes / 1e9:.3f}", f"{best.flops / 1e9:.1f}"]
+    return [f"{budget / 1e6:.1f}", *ours, f"`{best.policy}`", *needed(best.bytes, best.flops, best.cycles)]
+
+
+def needed(size: int, flops: int, cycles: int | None) -> tuple[str, str, str]:
+    """Cells for what a step needs."""
+    return f"{size / 1e9:.3f}", f"{flops / 1e9:.1f}", f"{cycles / 1e6:.1f}" if cycles else "–"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

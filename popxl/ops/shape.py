@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial, reduce
 from typing import Any
 
 import jax.numpy as jnp
 
+from popxl.core.aliasing import readers
 from popxl.core.declaration import OpKind
 from popxl.core.recording import not_a_tensor
 from popxl.core.tensor import Tensor
@@ -176,6 +178,22 @@ _transpose: OpKind = OpKind(
 _transpose_ = _transpose.as_view(
     "TransposeInplace", lambda t, view, *, permutation: (jnp.transpose(view, _inverse(permutation)),)
 )
+
+
+def last_layout(t: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The last of the transposes and reshapes that `t` goes through before anything else reads its elements, and the
+    function that undoes them on a tensor of another graph."""
+    read_by, undone = readers(t.graph), list[Callable[[Tensor], Tensor]]()
+    while t not in t.graph.outputs and len(ops := read_by.get(t, ())) == 1 and ops[0].kind in (_transpose, _reshape):
+        (op,), last = ops, ops[0].outputs[0]
+        if any(reader.modified for reader in read_by.get(last, ())):
+            break
+        if op.kind is _transpose:
+            undone.append(partial(_transpose, permutation=_inverse(op.attributes["permutation"])))
+        else:
+            undone.append(partial(_reshape, shape=t.shape))
+        t = last
+    return t, lambda last: reduce(lambda value, undo: undo(value), reversed(undone), last)
 
 
 def transpose(t: Tensor, permutation: Iterable[int] | None = None) -> Tensor:

@@ -91,6 +91,7 @@ def _op_needs(
                 fused_bytes=_moved_if_products_fuse(ops, factors),
                 statistics=tuple(paths[t] for t in _statistics(op) if t in paths),
                 exchanges=tuple(exchange for each in ops for exchange in _exchanges(each)),
+                is_kernel=any(map(is_attention, ops)),
             )
         elif is_called:
             leading.update(dict.fromkeys(op.outputs, (operands, ops)))

@@ -65,6 +65,7 @@ class OpNeeds:
         fused_bytes: the same as `bytes` on devices whose products compute their factors from operands in memory, if the
             first result is fused there.
         statistics: further results, with which the first one is elementwise: a mean.
+        is_kernel: whether a kernel of ours computes it, into which XLA fuses nothing.
     """
 
     operands: tuple[str, ...]
@@ -76,6 +77,7 @@ class OpNeeds:
     exchanges: tuple[ReplicaExchange, ...] = ()
     fused_bytes: int | None = None
     statistics: tuple[str, ...] = ()
+    is_kernel: bool = False
 
     def seconds(self, chip: Chip | None) -> float:
         """How long it takes by published figures."""

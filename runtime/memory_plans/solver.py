@@ -247,12 +247,14 @@ class _IntegerProgram:
     def _declare(self, g: GraphNeeds, calls: int, chip: Chip | None, may_offload: bool) -> _Columns:
         """Declare the variables of a group of calls.
 
-        Calls and loops write what they keep, also what forward kernels compute as they read it, from their operands.
+        Calls and loops write what they keep, also what forward kernels compute as they read it from their operands, and
+        once more what kernels of ours return.
         """
         group = _Columns(g, calls)
-        fused = {op.results[0] for op in g.ops if op.is_fused and self._release != "read"}
+        writing = [op for op in g.ops if op.is_fused or op.is_kernel] if self._release != "read" else []
+        written = {op.results[0] for op in writing}
         for path, size in g.bytes.items():
-            group.kept[path] = self._column(calls * size / memory_bandwidth(chip) if path in fused else 0.0)
+            group.kept[path] = self._column(calls * size / memory_bandwidth(chip) if path in written else 0.0)
             if may_offload:
                 group.offloaded[path] = self._column(calls * 2 * size / host_bandwidth(chip))
         for number, op in enumerate(g.ops):

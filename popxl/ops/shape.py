@@ -181,18 +181,15 @@ _transpose_ = _transpose.as_view(
 
 
 def last_layout(t: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The last of the transposes and reshapes that `t` goes through before anything else reads its elements, and the
-    function that undoes them on a tensor of another graph."""
+    """The last of the transposes and reshapes that `t` goes through before other ops read it, and the function that
+    undoes them, in any graph. For graphs that overwrite nothing."""
     read_by, undone = readers(t.graph), list[Callable[[Tensor], Tensor]]()
     while t not in t.graph.outputs and len(ops := read_by.get(t, ())) == 1 and ops[0].kind in (_transpose, _reshape):
-        (op,), last = ops, ops[0].outputs[0]
-        if any(reader.modified for reader in read_by.get(last, ())):
-            break
-        if op.kind is _transpose:
-            undone.append(partial(_transpose, permutation=_inverse(op.attributes["permutation"])))
+        if ops[0].kind is _transpose:
+            undone.append(partial(_transpose, permutation=_inverse(ops[0].attributes["permutation"])))
         else:
             undone.append(partial(_reshape, shape=t.shape))
-        t = last
+        (t,) = ops[0].outputs
     return t, lambda last: reduce(lambda value, undo: undo(value), reversed(undone), last)
 
 

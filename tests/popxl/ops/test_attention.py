@@ -97,6 +97,28 @@ def test_a_short_text_before_many_keys() -> None:
         assert not array[:, length:].any()
 
 
+def test_a_result_whose_heads_are_merged_is_kept_once() -> None:
+    """The gradient of attention reads what the next product reads."""
+    torch = pytest.importorskip("torch")
+    x, w, g = normal(2, 3, 5, 4), normal(12, 6, seed=1), normal(2, 5, 6, seed=2)
+
+    def merged(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
+        return ops.attention(x, x, x).transpose((0, 2, 1, 3)).reshape((2, 5, 12)) @ w
+
+    with popxl.Ir().main_graph:
+        graph = popxl.gcg().ir.create_graph(merged, *map(popxl.constant, (x, w)))
+        kept = [e.fwd_tensor for e in autodiff(graph).expected_inputs if e.is_activation]
+    attention, transposed, reshaped = graph.ops[:3]
+    assert reshaped.outputs[0] in kept
+    assert not {attention.outputs[0], *transposed.outputs}.intersection(kept)
+    found = with_gradients(merged, g, x, w)
+    of_torch = [torch.tensor(t, requires_grad=True) for t in (x, w)]
+    y = torch.nn.functional.scaled_dot_product_attention(*[of_torch[0]] * 3).transpose(1, 2).reshape(2, 5, 12)
+    (y @ of_torch[1]).backward(torch.tensor(g))
+    for a, b in zip(found[1:], of_torch, strict=True):
+        np.testing.assert_allclose(a, b.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_dropout_overlooks_the_same_keys_in_the_gradient() -> None:
     """With the values as a unit matrix the result is the weights: those that are left are twice as large."""
     length = 600

@@ -184,12 +184,15 @@ def last_layout(t: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The last of the transposes and reshapes that `t` goes through before other ops read it, and the function that
     undoes them, in any graph. For graphs that overwrite nothing."""
     read_by, undone = readers(t.graph), list[Callable[[Tensor], Tensor]]()
-    while t not in t.graph.outputs and len(ops := read_by.get(t, ())) == 1 and ops[0].kind in (_transpose, _reshape):
-        if ops[0].kind is _transpose:
-            undone.append(partial(_transpose, permutation=_inverse(ops[0].attributes["permutation"])))
-        else:
-            undone.append(partial(_reshape, shape=t.shape))
-        (t,) = ops[0].outputs
+    while t not in t.graph.outputs:
+        match read_by.get(t, []):
+            case [op] if op.kind is _transpose:
+                undone.append(partial(_transpose, permutation=_inverse(op.attributes["permutation"])))
+            case [op] if op.kind is _reshape:
+                undone.append(partial(_reshape, shape=t.shape))
+            case _:
+                break
+        (t,) = op.outputs
     return t, lambda last: reduce(lambda value, undo: undo(value), reversed(undone), last)
 
 

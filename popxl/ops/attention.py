@@ -28,7 +28,6 @@ from popxl.ops.kernels.sums import exponentials, largest, summed
 from popxl.ops.kernels.words import fold_in, words
 from popxl.ops.precision import wide_dtype
 from popxl.ops.random import check_seed, probability
-from popxl.ops.shape import last_layout
 from popxl.values.shapes import broadcast_shapes, flag, like_first, number, same_dtype
 from popxl.values.spec import TensorSpec
 
@@ -323,8 +322,8 @@ def _gradient(forward: Any, gs: Sequence[Tensor | None]) -> dict[int, Tensor]:
         return {}
     known = op.attributes | {name: forward.read(t) for name, t in zip(op.operand_names(), op.inputs, strict=True)}
     q, k, v, mask, seed = (known.pop(name, None) for name in ("queries", "keys", "values", "mask", "seed_tensor"))
-    out, undone = last_layout(op.outputs[0])  # what later ops read, so that it is kept once
-    kept = (g, q, k, v, undone(forward.read(out)), forward.read(op.outputs[1]), mask, seed)
+    out, logs = forward.read_in_last_layout(op.outputs[0]), forward.read(op.outputs[1])
+    kept = (g, q, k, v, out, logs, mask, seed)
     found = {}
     if any(forward.wants(i) for i in range(3)):
         found = {i: dt for i, dt in enumerate(_attention_grad(*kept, **known)) if forward.wants(i)}

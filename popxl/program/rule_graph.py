@@ -50,7 +50,7 @@ def _build_rule_graph(op: Op) -> RuleGraph:
         copies = {t: graph.add_input(t.spec, "t") for t in dict.fromkeys((*op.inputs, *op.outputs))}
         arrived = {k: graph.add_input(op.outputs[k].spec, "g") for k in given}
         follows = {t for i, t in enumerate(op.inputs) if passes(op, i) and t.dtype.is_inexact}
-        forward = Forward(op, follows, copies.__getitem__, lambda callee: None)
+        forward = Forward(op, follows, copies.__getitem__, lambda callee: None, copies.__getitem__)
         found = gradients(forward, tuple(arrived.get(k) for k in range(len(op.outputs))))
         for gradient in found.values():
             graph.add_output(gradient)

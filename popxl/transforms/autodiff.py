@@ -29,7 +29,7 @@ from popxl.ops.convert import cast_if_needed, identity
 from popxl.ops.elementwise import add_n
 from popxl.ops.memory import available_after, offload, reload
 from popxl.ops.reduce import sum as sum_
-from popxl.ops.shape import reshape
+from popxl.ops.shape import last_layout, reshape
 from popxl.transforms.grad_graph_info import (
     ExpectedConnection,
     ExpectedConnectionType,
@@ -287,7 +287,11 @@ class _Differentiation:
         return info
 
     def _forward(self, op: Op) -> Forward:
-        return Forward(op, self.follows, self.counterpart, self.infos.get)
+        return Forward(op, self.follows, self.counterpart, self.infos.get, self._counterpart_in_last_layout)
+
+    def _counterpart_in_last_layout(self, t: Tensor) -> Tensor:
+        last, undone = last_layout(t)
+        return undone(self.counterpart(last))
 
     def _of_callee(self, callee: Graph, required: list[Tensor]) -> None:
         """Differentiate a called graph for those tensors that have gradients."""

@@ -42,12 +42,15 @@ class Forward:
         read: function from a tensor of the forward graph to its value in the gradient graph.
         differentiate: function that returns the gradient graph of a graph that the op runs, or `None` if no gradient
             flows through it.
+        read_in_last_layout: the same as `read`, by way of the transposes and reshapes of the tensor that later ops
+            read, so that only these are kept.
     """
 
     op: Op
     follows: AbstractSet[Tensor]
     read: Callable[[Tensor], Tensor]
     differentiate: Callable[[Graph], GradGraphInfo | None]
+    read_in_last_layout: Callable[[Tensor], Tensor]
 
     def wants(self, i: int) -> bool:
         """Whether the gradient of input `i` leads anywhere."""

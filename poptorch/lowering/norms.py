@@ -71,8 +71,10 @@ def _gradient(forward: Any, gs: tuple[Optional, ...]) -> dict[int, popxl.Tensor]
     return {i: cast_like(gradients[name], t.dtype) for i, (name, t) in enumerate(operands.items()) if forward.wants(i)}
 
 
-def _normalised_again(mean: popxl.Tensor, var: popxl.Tensor, *, axes: tuple[int, ...], **how: Any) -> popxl.Tensor:
-    return _normalised_by(mean=mean, var=var, **how)
+def _normalised_again(
+    mean: popxl.Tensor, var: popxl.Tensor, *, input: popxl.Tensor, axes: tuple[int, ...], **how: Any
+) -> popxl.Tensor:
+    return cast_like(_normalised_by(input=input, mean=mean, var=var, **how), input.dtype)
 
 
 _normalise = jax_op(

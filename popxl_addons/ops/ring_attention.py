@@ -95,7 +95,8 @@ def _gradient(forward: Any, gs: Sequence[popxl.Tensor | None]) -> dict[int, popx
     op, (g, _) = forward.op, gs
     if g is None:
         return {}
-    found = _ring_attention_grad(g, *map(forward.read, (*op.inputs, *op.outputs)), **op.attributes)
+    out, logs = forward.read_in_last_layout(op.outputs[0]), forward.read(op.outputs[1])
+    found = _ring_attention_grad(g, *map(forward.read, op.inputs), out, logs, **op.attributes)
     return {i: dt for i, dt in enumerate(found) if forward.wants(i)}
 
 

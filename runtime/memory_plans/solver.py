@@ -247,11 +247,11 @@ class _IntegerProgram:
     def _declare(self, g: GraphNeeds, calls: int, chip: Chip | None, may_offload: bool) -> _Columns:
         """Declare the variables of a group of calls.
 
-        Calls and loops write what they keep, also what forward kernels compute as they read it from their operands, and
-        once more what kernels of ours return.
+        Loops write what they keep, also what forward kernels compute as they read it from their operands, and once more
+        what kernels of ours return.
         """
         group = _Columns(g, calls)
-        writing = [op for op in g.ops if op.is_fused or op.is_kernel] if self._release != "read" else []
+        writing = [op for op in g.ops if op.is_fused or op.is_kernel] if self._release == "loop" else []
         written = {op.results[0] for op in writing}
         for path, size in g.bytes.items():
             group.kept[path] = self._column(calls * size / memory_bandwidth(chip) if path in written else 0.0)

@@ -8,15 +8,14 @@ the view back into the base (`put`); no other part of popxl needs to know the ki
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
 import jax.numpy as jnp
 
-from popxl.core.aliasing import readers
 from popxl.core.declaration import OpKind
-from popxl.core.recording import not_a_tensor
+from popxl.core.recording import Op, not_a_tensor
 from popxl.core.tensor import Tensor
 from popxl.core.traits import ShardingRule
 from popxl.errors import PopxlError
@@ -180,10 +179,14 @@ _transpose_ = _transpose.as_view(
 )
 
 
-def last_layout(t: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def last_layout(t: Tensor, read_by: Mapping[Tensor, Sequence[Op]]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The last of the transposes and reshapes that `t` goes through before other ops read it, and the function that
-    undoes them, in any graph. For graphs that overwrite nothing."""
-    read_by, undone = readers(t.graph), list[Callable[[Tensor], Tensor]]()
+    undoes them, in any graph.
+
+    Args:
+        read_by: readers of each tensor of the graph, in which nothing is overwritten.
+    """
+    undone = list[Callable[[Tensor], Tensor]]()
     while t not in t.graph.outputs:
         match read_by.get(t, []):
             case [op] if op.kind is _transpose:

@@ -8,14 +8,15 @@ graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 from popxl.base.arguments import check_type
 from popxl.base.log import Logger
 from popxl.base.source import warn_at
 from popxl.context import get_current_context, with_known_caller
-from popxl.core.aliasing import callees_first, has_effect, reachable
+from popxl.core.aliasing import callees_first, has_effect, reachable, readers
 from popxl.core.create import constant
 from popxl.core.derivative import Derivative
 from popxl.core.recording import Op
@@ -289,8 +290,12 @@ class _Differentiation:
     def _forward(self, op: Op) -> Forward:
         return Forward(op, self.follows, self.counterpart, self.infos.get, self._counterpart_in_last_layout)
 
+    @cached_property
+    def _readers(self) -> Mapping[Tensor, Sequence[Op]]:
+        return readers(self.forward_graph)
+
     def _counterpart_in_last_layout(self, t: Tensor) -> Tensor:
-        last, undone = last_layout(t)
+        last, undone = last_layout(t, self._readers)
         return undone(self.counterpart(last))
 
     def _of_callee(self, callee: Graph, required: list[Tensor]) -> None:

@@ -28,7 +28,7 @@ def _recomputed_after(lowering: Lowering, op: Op, environment: Environment, cont
 
     A barrier keeps XLA from reading rows of a loop's arrays within the kernels that use them.
     """
-    if op.graph is context.alone:
+    if op.graph is context.only_graph:
         environment.write(op.outputs[0], environment.value_of(op.inputs[0]))
     else:
         _order(memory.available_together, lowering, op, environment, context)

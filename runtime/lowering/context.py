@@ -26,7 +26,7 @@ class Context:
         inputs: the inputs of the graph. The body of a loop has none: it sees nothing around it.
         rows: number of iterations of the enclosing loops of calls. An array of this many rows may hold a value.
         cut: for ops in a loop body that slice an iteration's row out of an array, that row.
-        alone: the graph that the enclosing loop of calls calls, if it calls no other and that one once.
+        only_graph: the graph that the enclosing loop of calls calls, if it calls no other and that one once.
         depth: number of enclosing noinline graphs.
         first_runs: first input of each call of a graph in this trace, by graph and identities of inputs.
     """
@@ -36,7 +36,7 @@ class Context:
     in_loop: bool = False
     rows: int = 1
     cut: Mapping[Op, Array] = field(default_factory=dict)
-    alone: Graph | None = None
+    only_graph: Graph | None = None
     depth: int = 0
     first_runs: FirstRuns = field(default_factory=WeakValueDictionary)
 
@@ -53,11 +53,11 @@ class Context:
         channels: Channels,
         rows: int = 1,
         cut: Mapping[Op, Array] | None = None,
-        alone: Graph | None = None,
+        only_graph: Graph | None = None,
     ) -> Context:
         """The context inside a loop body of `rows` iterations, if values may be slots of as many rows."""
-        rows *= self.rows
-        return replace(self, channels=channels, inputs=(), in_loop=True, rows=rows, cut=cut or {}, alone=alone)
+        inside = replace(self, channels=channels, inputs=(), in_loop=True, cut=cut or {})
+        return replace(inside, rows=self.rows * rows, only_graph=only_graph)
 
     def is_repeated(self, graph: Graph, inputs: Sequence[Array | PackedSlot]) -> bool:
         """Whether a graph was called with these inputs before, so that the compiler could merge both calls."""

@@ -135,7 +135,7 @@ def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environm
     def iterate(state: Any, rows: Sequence[Array]) -> Any:
         carried, positions = state
         inside = loop_channels.in_iteration(positions)
-        body = context.in_loop_body(inside, rows=len(loop.iterations), alone=loop.only_graph)
+        body = context.in_loop_body(inside, rows=len(loop.iterations), only_graph=loop.only_graph)
         after = lowering.lower_ops(loop.ops, builder.iteration_values(carried, rows), body)
         return (builder.next_state(rows, after), inside.carried(streams)), None
 

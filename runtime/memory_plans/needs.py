@@ -65,7 +65,7 @@ class OpNeeds:
         fused_bytes: the same as `bytes` on devices whose products compute their factors from operands in memory, if the
             first result is fused there.
         statistics: further results, with which the first one is elementwise: a mean.
-        is_kernel: whether a kernel of ours computes it, into which XLA fuses nothing.
+        is_kernel: whether it is attention: where a kernel of its own computes it, XLA fuses nothing into it.
     """
 
     operands: tuple[str, ...]

@@ -61,14 +61,13 @@ def keep_all(graphs: Sequence[GraphNeeds], release: Release, chip: Chip | None =
     whole: Treatments = {
         g.name: [Group(g.calls, {path: "keep" if path in g.read else "recompute" for path in g.bytes})] for g in graphs
     }
-    program = _IntegerProgram(graphs, {g.name: (g.calls,) for g in graphs}, chip, (), release)
+    program = _undivided(graphs, chip, (), release)
     return program.solution(program.assignment(whole))
 
 
 def least_seconds(graphs: Sequence[GraphNeeds], chip: Chip | None, release: Release) -> float:
     """The least time that treatments add without a limit."""
-    program = _IntegerProgram(graphs, {g.name: (g.calls,) for g in graphs}, chip, (), release)
-    _, found = program.solved(float("inf"))
+    _, found = _undivided(graphs, chip, (), release).solved(float("inf"))
     return 0.0 if found is None else found.seconds
 
 
@@ -95,7 +94,7 @@ def solve(
         release: time when memory is free again.
     """
     calls: Mapping[str, tuple[int, ...]] = {g.name: (g.calls,) for g in graphs}
-    cost, best = _IntegerProgram(graphs, calls, chip, offloadable, release).solved(limit)
+    cost, best = _undivided(graphs, chip, offloadable, release).solved(limit)
     for g in sorted(graphs, key=lambda g: g.calls * sum(g.bytes.values()), reverse=True):
         for end in some_of(g.ends, _SPLITS) if release != "loop" else ():  # two loops hold more than one, as compiled
             divided = {**calls, g.name: (end, g.calls - end)}
@@ -247,8 +246,8 @@ class _IntegerProgram:
     def _declare(self, g: GraphNeeds, calls: int, chip: Chip | None, may_offload: bool) -> _Columns:
         """Declare the variables of a group of calls.
 
-        Loops write what they keep, also what forward kernels compute as they read it from their operands, and once more
-        what kernels of ours return.
+        Loops write what they keep: also what forward kernels compute from their operands as they read it, and once more
+        what kernels of attention return.
         """
         group = _Columns(g, calls)
         writing = [op for op in g.ops if op.is_fused or op.is_kernel] if self._release == "loop" else []
@@ -425,3 +424,10 @@ def _merged(rows: Iterable[_Row]) -> _Row:
 def _total(a: _Row, b: _Row) -> _Row:
     """Sum of two rows."""
     return {column: a.get(column, 0.0) + b.get(column, 0.0) for column in a | b}
+
+
+def _undivided(
+    graphs: Sequence[GraphNeeds], chip: Chip | None, offloadable: Collection[str], release: Release
+) -> _IntegerProgram:
+    """Integer program in which all calls of a graph have the same treatments."""
+    return _IntegerProgram(graphs, {g.name: (g.calls,) for g in graphs}, chip, offloadable, release)

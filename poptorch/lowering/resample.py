@@ -14,7 +14,7 @@ import numpy as np
 
 import popxl
 from poptorch.lowering.registry import jax_op, lowers
-from popxl.extend.kernels import Taps, apply_taps, materialize, round_once, transposed, widen
+from popxl.extend.kernels import Taps, apply_taps, cubic_kernel, materialize, round_once, transposed, widen
 
 # Resizing -------------------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class Axis:
             first = np.minimum(np.floor(x), self.size - 1)
             return [(first, 1 - (x - first)), (first + 1, x - first)]
         first = np.floor(x)
-        return [(first + k, _cubic(x - first - k, -0.75)) for k in (-1, 0, 1, 2)]
+        return [(first + k, cubic_kernel(x - first - k, -0.75)) for k in (-1, 0, 1, 2)]
 
     def _antialiased(self) -> Taps:
         """Taps of a triangle or cubic filter as wide as the step."""
@@ -78,7 +78,7 @@ class Axis:
         last = np.minimum(np.trunc(centres + reach + np.float32(0.5)), self.size) - 1
         positions = first + np.arange((last - first).max() + 1)[:, None]
         distances = (positions - centres + np.float32(0.5)) / width
-        shape = np.maximum(1 - np.abs(distances), 0) if self.mode == "linear" else _cubic(distances, -0.5)
+        shape = np.maximum(1 - np.abs(distances), 0) if self.mode == "linear" else cubic_kernel(distances, -0.5)
         factors = np.where(positions <= last, shape, 0)
         return list(zip(positions, factors / factors.sum(0), strict=True))
 
@@ -87,14 +87,6 @@ class Axis:
         ends = -(-np.arange(1, self.length + 1) * self.size // self.length)
         offsets = range((ends - starts).max())
         return [(starts + k, np.where(starts + k < ends, 1 / (ends - starts), 0)) for k in offsets]
-
-
-def _cubic(distance: Any, slope: float, where: Callable[..., Any] = np.where) -> Any:
-    """Keys' cubic convolution kernel."""
-    x = abs(distance)
-    near = ((slope + 2) * x - (slope + 3)) * x * x + 1
-    far = ((slope * x - 5 * slope) * x + 8 * slope) * x - 4 * slope
-    return where(x <= 1, near, where(x >= 2, 0, far))  # of NaN: NaN
 
 
 def resampled(input: popxl.Tensor, axes: Sequence[Axis]) -> popxl.Tensor:
@@ -239,7 +231,7 @@ def _grid_neighbours(x: Any, mode: int) -> tuple[Any, Any]:
     if mode == 0:
         return first[..., None] + jnp.arange(2), jnp.stack([1 - beyond, beyond], -1)
     steps = jnp.arange(-1, 3)
-    return first[..., None] + steps, _cubic(beyond[..., None] - steps, -0.75, jnp.where)
+    return first[..., None] + steps, cubic_kernel(beyond[..., None] - steps, -0.75, jnp.where)
 
 
 # Patches --------------------------------------------------------------------------------------------------------------

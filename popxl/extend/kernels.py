@@ -21,7 +21,7 @@ from popxl.ops.kernels.windows import first_largest, first_largest_gradient
 from popxl.ops.kernels.words import fold_in
 from popxl.ops.precision import round_once, wide_dtype, widen
 from popxl.ops.random import draw_sharded
-from popxl.ops.resample import Taps, apply_taps, transposed
+from popxl.ops.resample import Taps, apply_taps, cubic_kernel, transposed
 from popxl.ops.var_updates.factors import number
 from popxl.ops.windows import Windows
 
@@ -35,6 +35,7 @@ __all__ = [
     "attention_specs",
     "materialize",
     "conjugate",
+    "cubic_kernel",
     "fold_in",
     "draw_sharded",
     "first_largest",

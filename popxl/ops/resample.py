@@ -77,26 +77,15 @@ def _interpolation_taps(x: Any, mode: str, nearest_mode: str) -> Taps:
         return [(np.floor(x), 1 - fraction), (np.ceil(x), fraction)]
     first = np.floor(x)
     r = np.float64(x - first)  # cancellation between four products would cost digits
-    return [
-        (first - 1, _cubic_far(r + 1)),
-        (first, _cubic_near(r)),
-        (first + 1, _cubic_near(1 - r)),
-        (first + 2, _cubic_far(2 - r)),
-    ]
+    return [(first + k, cubic_kernel(r - k, -0.75)) for k in (-1, 0, 1, 2)]
 
 
-# The cubic kernel of Keys, with the slope that image libraries use.
-_SLOPE = -0.75
-
-
-def _cubic_near(distance: Any) -> Any:
-    """Cubic kernel for distances up to 1."""
-    return ((_SLOPE + 2) * distance - (_SLOPE + 3)) * distance * distance + 1
-
-
-def _cubic_far(distance: Any) -> Any:
-    """Cubic kernel for distances from 1 to 2."""
-    return ((_SLOPE * distance - 5 * _SLOPE) * distance + 8 * _SLOPE) * distance - 4 * _SLOPE
+def cubic_kernel(distance: Any, slope: float, where: Callable[..., Any] = np.where) -> Any:
+    """Keys' cubic convolution kernel. Image libraries use the slope -0.75, or -0.5 for antialiasing."""
+    x = abs(distance)
+    near = ((slope + 2) * x - (slope + 3)) * x * x + 1
+    far = ((slope * x - 5 * slope) * x + 8 * slope) * x - 4 * slope
+    return where(x <= 1, near, where(x >= 2, 0, far))  # of NaN: NaN
 
 
 def _interpolate(

@@ -7,6 +7,7 @@ maximum writes to its positions, and those of functions that are linear along ea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -63,14 +64,11 @@ def _begin(t: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     return t
 
 
-def _max_pool(op: Any, dims: int) -> Callable[..., torch.Tensor]:
-    def backward(grad: torch.Tensor, input: torch.Tensor, *settings: Any) -> torch.Tensor:
-        *_, indices = settings
-        planes = input.shape[:-dims]
-        zeros = grad.new_zeros(*planes, prod(input.shape[-dims:]))
-        return zeros.scatter_add(-1, indices.reshape(*planes, -1), grad.reshape(*planes, -1)).reshape(input.shape)
-
-    return backward
+def _max_pool(op: Any, dims: int, grad: torch.Tensor, input: torch.Tensor, *settings: Any) -> torch.Tensor:
+    *_, indices = settings
+    planes = input.shape[:-dims]
+    zeros = grad.new_zeros(*planes, prod(input.shape[-dims:]))
+    return zeros.scatter_add(-1, indices.reshape(*planes, -1), grad.reshape(*planes, -1)).reshape(input.shape)
 
 
 def _by_matrices(
@@ -91,17 +89,14 @@ def _by_matrices(
     return grad
 
 
-def _replication_pad(op: Any, dims: int) -> Callable[..., torch.Tensor]:
-    def backward(grad: torch.Tensor, input: torch.Tensor, padding: Sizes) -> torch.Tensor:
-        def pad(t: torch.Tensor, number: int) -> torch.Tensor:
-            last = 2 * (dims - 1 - number)  # the first two numbers are for the last dimension
-            size = t.shape[2 + number]
-            places = torch.arange(-padding[last], size + padding[last + 1]).clamp(0, size - 1)
-            return t.index_select(2 + number, places)
+def _replication_pad(op: Any, dims: int, grad: torch.Tensor, input: torch.Tensor, padding: Sizes) -> torch.Tensor:
+    def pad(t: torch.Tensor, number: int) -> torch.Tensor:
+        last = 2 * (dims - 1 - number)  # the first two numbers are for the last dimension
+        size = t.shape[2 + number]
+        places = torch.arange(-padding[last], size + padding[last + 1]).clamp(0, size - 1)
+        return t.index_select(2 + number, places)
 
-        return _by_matrices(grad, input.shape[-dims:], pad)
-
-    return backward
+    return _by_matrices(grad, input.shape[-dims:], pad)
 
 
 def _log_sigmoid(grad: torch.Tensor, input: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -128,51 +123,46 @@ def _trilinear(
     return torch.einsum(i1, first, i2, second, i3, third, out)
 
 
-def _upsample(op: Any, dims: int, has_corners: bool) -> Callable[..., torch.Tensor]:
-    def backward(grad: torch.Tensor, output_size: Sizes, input_size: Sizes, *settings: Any) -> torch.Tensor:
-        corners, scales = settings[:has_corners], settings[has_corners:] or [None] * dims
+def _upsample(
+    op: Any, dims: int, grad: torch.Tensor, output_size: Sizes, input_size: Sizes, *settings: Any, has_corners: bool
+) -> torch.Tensor:
+    corners, scales = settings[:has_corners], settings[has_corners:] or [None] * dims
 
-        def forward(t: torch.Tensor, number: int) -> torch.Tensor:
-            size = [output_size[i] if i == number else 1 for i in range(dims)]
-            return op(t, size, *corners, *(scales[i] if i == number else None for i in range(dims)))
+    def forward(t: torch.Tensor, number: int) -> torch.Tensor:
+        size = [output_size[i] if i == number else 1 for i in range(dims)]
+        return op(t, size, *corners, *(scales[i] if i == number else None for i in range(dims)))
 
-        return _by_matrices(grad, input_size[2:], forward)
-
-    return backward
-
-
-def _adaptive_avg_pool(op: Any, dims: int) -> Callable[..., torch.Tensor]:
-    def backward(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        def forward(t: torch.Tensor, number: int) -> torch.Tensor:
-            return op(t, [grad.shape[i - dims] if i == number else 1 for i in range(dims)])
-
-        return _by_matrices(grad, input.shape[-dims:], forward)
-
-    return backward
+    return _by_matrices(grad, input_size[2:], forward)
 
 
-def _avg_pool(op: Any, dims: int) -> Callable[..., torch.Tensor]:
-    def backward(
-        grad: torch.Tensor,
-        input: torch.Tensor,
-        kernel_size: Sizes,
-        stride: Sizes,
-        padding: Sizes,
-        ceil_mode: bool,
-        count_include_pad: bool,
-        divisor_override: int | None,
-    ) -> torch.Tensor:
-        kernel, padding = _expand_sizes(kernel_size, dims), _expand_sizes(padding, dims)
-        stride = _expand_sizes(stride, dims) if stride else kernel
+def _adaptive_avg_pool(op: Any, dims: int, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    def forward(t: torch.Tensor, number: int) -> torch.Tensor:
+        return op(t, [grad.shape[i - dims] if i == number else 1 for i in range(dims)])
 
-        def forward(t: torch.Tensor, number: int) -> torch.Tensor:
-            sizes = [[v[i] if i == number else other for i in range(dims)]
-                     for v, other in ((kernel, 1), (stride, 1), (padding, 0))]  # fmt: skip
-            return op(t, *sizes, ceil_mode, count_include_pad, 1 if divisor_override else None)
+    return _by_matrices(grad, input.shape[-dims:], forward)
 
-        return _by_matrices(grad, input.shape[-dims:], forward) / (divisor_override or 1)
 
-    return backward
+def _avg_pool(
+    op: Any,
+    dims: int,
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    kernel_size: Sizes,
+    stride: Sizes,
+    padding: Sizes,
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> torch.Tensor:
+    kernel, padding = _expand_sizes(kernel_size, dims), _expand_sizes(padding, dims)
+    stride = _expand_sizes(stride, dims) if stride else kernel
+
+    def forward(t: torch.Tensor, number: int) -> torch.Tensor:
+        sizes = [[v[i] if i == number else other for i in range(dims)]
+                 for v, other in ((kernel, 1), (stride, 1), (padding, 0))]  # fmt: skip
+        return op(t, *sizes, ceil_mode, count_include_pad, 1 if divisor_override else None)
+
+    return _by_matrices(grad, input.shape[-dims:], forward) / (divisor_override or 1)
 
 
 def _normalised(x: torch.Tensor, dims: list[int], eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -200,14 +190,17 @@ def _group_norm(
     return (out if bias is None else out + bias.reshape(shape)), mean.squeeze(2), rstd.squeeze(2)
 
 
-def _by_rank(name: str, make: Callable[..., Callable[..., Any]], *ranks: int, **settings: Any) -> dict[Any, Any]:
+def _by_rank(name: str, backward: Callable[..., torch.Tensor], *ranks: int, **settings: Any) -> dict[Any, Any]:
     """Decompositions of the backward ops of `name`, with the number of dimensions of images for `{}`.
 
     Args:
-        make: function of the op whose gradient it is, and of the number of dimensions.
+        backward: function of the op whose gradient it is, the number of dimensions, and the backward op's arguments.
     """
-    names = {name.format(rank): rank for rank in ranks}
-    return {getattr(aten, f"{n}_backward").default: make(getattr(aten, n), r, **settings) for n, r in names.items()}
+    ops = {name.format(rank): rank for rank in ranks}
+    return {
+        getattr(aten, f"{op}_backward").default: partial(backward, getattr(aten, op), rank, **settings)
+        for op, rank in ops.items()
+    }
 
 
 BACKWARD: dict[torch._ops.OpOverload, Callable[..., Any]] = {

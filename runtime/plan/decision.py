@@ -110,7 +110,11 @@ def _in_mode(mode: str, reason: str, segmentation: SegmentationPolicy, reroll: R
     """Decision for a known mode."""
     if mode not in ("rolled", "batched"):
         return Decision(mode, reason, segmentation)
-    rerolling = reroll(batches_updates=mode == "batched")
+    return _in_loops(mode, reason, segmentation, reroll(batches_updates=mode == "batched"))
+
+
+def _in_loops(mode: str, reason: str, segmentation: SegmentationPolicy, rerolling: Rerolling) -> Decision:
+    """Decision for loops."""
     return Decision(mode, reason, segmentation, rerolling=rerolling, unrolled_graphs=rerolling.unrolled_graphs)
 
 
@@ -127,8 +131,7 @@ def _on_cpus(segmentation: SegmentationPolicy, reroll: Reroll) -> Decision:
         rerolling = reroll(from_saved=REPEATED)  # as iterations of a loop such calls cost no dispatch
         if 2 * rerolling.saved >= segmentation.repeated:
             reason = f"{again}, in calls so small that dispatching them would take time. {rerolling.summary()}"
-            unrolled = rerolling.unrolled_graphs
-            return Decision("rolled", reason, segmentation, rerolling=rerolling, unrolled_graphs=unrolled)
+            return _in_loops("rolled", reason, segmentation, rerolling)
     mode = "dispatched" if segmentation.repeated >= REPEATED else "kept"
     return Decision(mode, f"{again}; a plan pays from {REPEATED} on.", segmentation)
 
@@ -160,8 +163,7 @@ def _on_accelerators(segmentation: SegmentationPolicy, reroll: Reroll, seconds: 
         )
         return unrolled._replace(reason=reason, fallbacks=(loops, *tighter, "dispatched"))
     reason = f"{rerolling.summary()} To compile all {segmentation.total_size} ops would take hours."
-    fallbacks = (*tighter, "inlined", "dispatched")
-    return unrolled._replace(mode=loops, reason=reason, rerolling=rerolling, fallbacks=fallbacks)
+    return _in_loops(loops, reason, segmentation, rerolling)._replace(fallbacks=(*tighter, "inlined", "dispatched"))
 
 
 def _placement(

@@ -86,6 +86,14 @@ class SessionOptions(BaseModel):
         "it is written out, which is nearly always faster; loops are taken if it would take hours to compile, or does "
         "not fit into memory. With 0 nothing is compared.",
     )
+    memoryBudget: int = Field(
+        default=0,
+        ge=0,
+        description="Bytes of a device's memory that a program shall need at most; 0 if it may have all. Where the "
+        "compiler of a TPU has a choice, it orders ops so that they need no more, in place of overlapping copies with "
+        "them. A memory plan within a budget sets it. Programs that need more are compiled, too: "
+        "`session.memory()` says how much they need.",
+    )
     placement: Literal["auto", "several", "one"] = Field(
         default="auto",
         description="Where ops run that are on several IPUs (`popxl.ipu`). 'several': each IPU is a device of its own, "

@@ -30,6 +30,9 @@ from popxl_addons.ops.weight_gather import gathered_weights_of
 Treatment = Literal["keep", "recompute", "offload"]
 """What becomes of an activation between the forward and the backward call."""
 
+CalledGraphs = Literal["inlined", "rolled", "batched"]
+"""How called graphs are compiled, as `ir.options.calledGraphs` says, where a plan was made for that."""
+
 MemoryPolicy = Literal["everything", "products", "products_without_batch", "nothing"]
 """Activations to keep; the others are recomputed. As in `jax.checkpoint_policies`: `everything_saveable`,
 `dots_saveable`, `dots_with_no_batch_dims_saveable`, `nothing_saveable`."""
@@ -213,6 +216,9 @@ class MemoryPlan(OnPage, BaseModel):
             its calls: the first is of its first calls, the next of those that follow.
         micro_batches: number of micro-batches of a batch, for `train_step(micro_batches="auto")`.
         optimizer_state: where the state of the optimiser is between steps, for `train_step(optimizer_state="auto")`.
+        budget: bytes of a device that the plan was made for; 0 for none. It becomes `ir.options.memoryBudget`.
+        called_graphs: mode of called graphs that the plan was made for, if it was chosen. It becomes
+            `ir.options.calledGraphs` where that is "auto".
 
     Example:
         >>> line = PlannedActivation(path="scores", treatment="keep", bytes=64, line="model.py:3")
@@ -237,6 +243,8 @@ class MemoryPlan(OnPage, BaseModel):
     graphs: tuple[GraphPlan, ...]
     micro_batches: int = Field(default=1, ge=1)
     optimizer_state: StateLocation = "device"
+    budget: int = Field(default=0, ge=0)
+    called_graphs: CalledGraphs | None = None
 
     def write_json(self, file: str | Path) -> None:
         """Write the plan to a JSON file."""
@@ -310,6 +318,9 @@ class MemoryPlan(OnPage, BaseModel):
     def page(self) -> Page:
         """What `print` and notebooks show."""
         parts: list[str | Table] = [f"In addition: {self.besides}."] if self.besides else []
+        if self.budget:
+            calls = f", with called graphs {self.called_graphs}" if self.called_graphs else ""
+            parts.append(f"It was made for {bytes_text(self.budget)} of a device{calls}.")
         totals, done = self._calls(), Counter[str]()
         for graph in self.graphs:
             total, first = totals[graph.graph], done[graph.graph] + 1

@@ -18,6 +18,7 @@ from popxl_addons.transforms.call_groups import calls_in, divide_calls
 from popxl_addons.transforms.gathered_weights import share_out_before_calls
 from popxl_addons.transforms.memory_plan import (
     Activation,
+    CalledGraphs,
     GraphPlan,
     MemoryPlan,
     MemoryPolicy,
@@ -79,6 +80,7 @@ class PlannedGradients:
         self._handwritten: set[popxl.Graph] = set()  # graphs whose gradients were not derived
         if isinstance(memory, MemoryPlan):
             self._divide_calls(memory)
+            _compile_for(memory, model.ir)
         self._budget_request = current_request()
         if self._budget_request is not None:
             self._budget_request.applied.append(self)
@@ -87,7 +89,8 @@ class PlannedGradients:
     def plan(self) -> MemoryPlan:
         """The plan that was applied."""
         applied = (self._applied_plans.get(graph) for graph in self.names)
-        return self._plan_of(plan for plan in applied if plan is not None)
+        made_for = (self.memory.budget, self.memory.called_graphs) if isinstance(self.memory, MemoryPlan) else (0, None)
+        return self._plan_of((plan for plan in applied if plan is not None), *made_for)
 
     @property
     def needs(self) -> tuple[GraphNeeds, ...]:
@@ -101,8 +104,10 @@ class PlannedGradients:
             if graph in self._gradients
         )
 
-    def plan_with(self, treatments: Treatments) -> MemoryPlan:
-        """Plan for the same model with new treatments for groups of calls."""
+    def plan_with(
+        self, treatments: Treatments, budget: int = 0, called_graphs: CalledGraphs | None = None
+    ) -> MemoryPlan:
+        """Plan for the same model with new treatments for groups of calls, made for a budget."""
         graphs = []
         for graph, name in self.names.items():
             if graph in self._gradients:
@@ -112,11 +117,15 @@ class PlannedGradients:
                         _line(each, "recompute" if each.is_gathered else group.treatments[each.path]) for each in known
                     )
                     graphs.append(GraphPlan(graph=name, calls=group.calls, activations=lines))
-        return self._plan_of(graphs)
+        return self._plan_of(graphs, budget, called_graphs)
 
-    def _plan_of(self, graphs: Iterable[GraphPlan]) -> MemoryPlan:
+    def _plan_of(self, graphs: Iterable[GraphPlan], budget: int, called_graphs: CalledGraphs | None) -> MemoryPlan:
         return MemoryPlan(
-            graphs=tuple(graphs), micro_batches=self._micro_batches, optimizer_state=self._optimizer_state
+            graphs=tuple(graphs),
+            micro_batches=self._micro_batches,
+            optimizer_state=self._optimizer_state,
+            budget=budget,
+            called_graphs=called_graphs,
         )
 
     def __call__(self, info: GradGraphInfo) -> GradGraphInfo:
@@ -212,6 +221,14 @@ class PlannedGradients:
             names.update(dict.fromkeys(graphs, name))
             self._requested_plans.update(zip(graphs, groups, strict=False))
         self.names = names
+
+
+def _compile_for(plan: MemoryPlan, ir: popxl.Ir) -> None:
+    """Compile a program as the plan was made for, where its options leave that open."""
+    if plan.budget and not ir.options.memoryBudget:
+        ir.options.memoryBudget = plan.budget
+    if plan.called_graphs is not None and ir.options.calledGraphs == "auto":
+        ir.options.calledGraphs = plan.called_graphs
 
 
 def _tail_of(model: popxl.Graph) -> set[popxl.Tensor]:

@@ -127,6 +127,8 @@ def plan_within(
             search.try_plans()
             if search.fitting:
                 break
+        if not search.fitting:
+            search.try_other_mode()
     if not search.fitting:
         raise PopxlError(refusal([found for each in tried for found in each.compiled], first.needs, budget))
     best, count = search.best, sum(len(each.compiled) for each in tried)

@@ -19,7 +19,7 @@ from runtime.memory_plans.solver import Release
 from runtime.program.compiled import CompiledProgram
 from runtime.targets.chip import Chip
 
-_RELEASES: Mapping[str, Release] = {"inlined": "read", "rolled": "loop", "batched": "loop"}
+RELEASES: Mapping[str, Release] = {"inlined": "read", "rolled": "loop", "batched": "loop"}
 """By how called graphs are compiled; else memory is free after a call."""
 
 
@@ -61,6 +61,7 @@ class Compiled(NamedTuple):
         updates_early: whether variables are updated as soon as their gradients are known, and kernels hold little
             beside activations: on GPUs and TPUs, except between noinline calls.
         fuses_factors: whether products compute their factors from operands in memory: on TPUs.
+        chosen_mode: mode of called graphs, if it was chosen as the fastest one.
     """
 
     ir: Ir
@@ -73,6 +74,7 @@ class Compiled(NamedTuple):
     applied: Any
     updates_early: bool = False
     fuses_factors: bool = False
+    chosen_mode: str | None = None
 
     @property
     def needs(self) -> Sequence[GraphNeeds]:
@@ -106,10 +108,11 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
             "unless its model has checkpoints, or its options recompute (`autoRecomputation`, a pipeline) or set a "
             "plan (`setMemoryPlan`). Nothing runs, so a program has to train before it runs anything else."
         )
-    release = "read" if applied[0].is_whole else _RELEASES.get(program.layout.mode, "call")
+    release = "read" if applied[0].is_whole else RELEASES.get(program.layout.mode, "call")
     offloadable = frozenset(_offloadable(program, applied[0].names))
     memory, cost = memory_of_program(ir, program), cost_of(program)
     platform = program.layout.compile_target.platform
+    is_chosen = platform != "cpu" and ir.options.calledGraphs == "auto" and not applied[0].is_whole
     return Compiled(
         ir,
         memory,
@@ -121,6 +124,7 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
         applied[0],
         updates_early=platform != "cpu" and release != "call",
         fuses_factors=platform == "tpu",
+        chosen_mode=program.layout.mode if is_chosen and program.layout.mode in RELEASES else None,
     )
 
 

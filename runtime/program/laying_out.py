@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from popxl.analysis.memory import held_variables
 from popxl.core.aliasing import reachable, used_storages, written_tensors
 from popxl.errors import PopxlError
@@ -11,6 +13,7 @@ from runtime import processes
 from runtime.lowering import remote_buffers as remote
 from runtime.plan.decision import decide
 from runtime.program.layout import Layout
+from runtime.targets.chip import of_device
 from runtime.targets.compile_target import CompileTarget
 from runtime.targets.devices import Device
 from runtime.targets.mesh import dimensions_of
@@ -29,12 +32,28 @@ def layout_for(ir: Ir, device: Device, mode: str | None = None) -> Layout:
     dimensions = dimensions_of(ir, are_weighed=device.jax_devices[0].platform == "tpu")
     is_divided = len({each.process_index for each in device.jax_devices}) > 1 and device.target is None
     count = ir.replication_factor if is_divided else ir.instance_replication_factor
-    compile_target = CompileTarget(device.jax_devices, count, device.target is None, dimensions, ir.adjacent_replicas)
+    compile_target = CompileTarget(
+        device.jax_devices,
+        count,
+        device.target is None,
+        dimensions,
+        ir.adjacent_replicas,
+        memory_limit=_memory_limit(ir.options.memoryBudget, device),
+    )
     layout = lay_out(ir, compile_target, mode)
     if is_divided:
         processes.check_stages(len(layout.compile_options))
     device.check_parts([options.replicas.devices for options in layout.compile_options.values()])
     return layout
+
+
+def _memory_limit(budget: int, device: Device) -> int | None:
+    """Percentage of a TPU's memory for a budget in bytes; `None` without a budget, and for unknown chips."""
+    first = device.jax_devices[0]
+    figures = of_device(first.device_kind) if device.target is None else device.target.chip
+    if first.platform != "tpu" or not budget or figures is None:
+        return None
+    return min(max(math.ceil(100 * budget / figures.memory_bytes), 1), 100)
 
 
 def lay_out(ir: Ir, compile_target: CompileTarget, mode: str | None = None) -> Layout:

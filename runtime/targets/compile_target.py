@@ -85,6 +85,7 @@ class CompileTarget:
         dimensions: mesh dimensions of the replicas; by default a single one. See `runtime.targets.mesh`.
         adjacent: number of replicas whose devices for an IPU are adjacent: see `popxl.base.distributed.Share`.
         is_part: whether these devices form one IPU of a program whose other IPUs may belong to other processes.
+        memory_limit: percentage of the device's memory within which XLA orders ops, on TPUs; `None` for all.
         is_here: whether the devices are present, in this process or others. If not, this process only compiles for all
             of them, on whichever hosts they would be.
 
@@ -102,6 +103,7 @@ class CompileTarget:
     dimensions: tuple[Dimension, ...] = ()
     adjacent: int = 1
     is_part: bool = False
+    memory_limit: int | None = None
 
     def of_ipu(self, number: int, ipus: int) -> CompileTarget:
         """Compile target of IPU `number`, if each replica has `ipus` IPUs as separate devices."""
@@ -160,8 +162,12 @@ class CompileTarget:
     @property
     def compile_options(self) -> Mapping[str, str | bool] | None:
         """XLA compile options for these devices."""
+        if self.platform == "gpu":
+            return _EXACT_ROUNDING
+        if self.platform == "tpu":
+            return None if self.memory_limit is None else {_MEMORY_LIMIT: str(self.memory_limit)}
         if self.platform != "cpu":
-            return _EXACT_ROUNDING if self.platform == "gpu" else None
+            return None
         from runtime.cpu.flags import compile_options  # of no use elsewhere
 
         return compile_options()
@@ -200,6 +206,8 @@ class CompileTarget:
         try:
             return self._compiled(lowered, self.compile_options)
         except jax.errors.JaxRuntimeError as problem:
+            if self.memory_limit is not None and "No such compile option" in str(problem):
+                return replace(self, memory_limit=None).compile(lowered)
             if not self.is_here and _NO_TILES_MESSAGE in str(problem):
                 return self._compiled(lowered, {**_EXACT_ROUNDING, **_PRODUCTS_BY_CUBLAS})
             if self.is_here or "RESOURCE_EXHAUSTED" not in str(problem):
@@ -219,6 +227,10 @@ class CompileTarget:
 _EXACT_ROUNDING: Mapping[str, str | bool] = {"xla_allow_excess_precision": False}
 """What a program rounds is rounded on a GPU. Else XLA may keep numbers in float32 as long as gradients need them, which
 takes twice as much memory as the program says."""
+
+_MEMORY_LIMIT = "xla_tpu_scheduler_percent_shared_memory_limit"
+"""Percentage of a TPU's memory that XLA's scheduler takes at most. Other options limit the whole program, and XLA
+recomputes what it likes where an order of ops is not enough."""
 
 _NO_TILES_MESSAGE = "Couldn't find output tile sizes"
 """How XLA refuses to write a product as a kernel of its own. On a GPU it tries kernels of several tiles, and leaves out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -118,24 +118,54 @@ def test_as_compiled_plans_move_about_as_little_as_the_best_of_all(most: int) ->
         assert found.cost.bytes_accessed <= 1.1 * best
 
 
-@pytest.mark.parametrize(("weight", "share"), [(1.0, 0.75), (2.0, 0.75), (2.0, 0.55), (1.4, 0.6)])
-def test_the_budget_is_used_whatever_a_planned_byte_weighs(weight: float, share: float) -> None:
-    """Of 20 activations that are read one after the other, in programs of 10 MB and a multiple of those kept."""
+def twenty_activations(
+    memory: Callable[[str | None, int], tuple[float, float]], chosen_mode: str | None = None
+) -> Callable[[MemoryRequest], Any]:
+    """Function that compiles programs with 20 activations of 1 MB, which are read one after the other.
+
+    Args:
+        memory: megabytes of variables and of temporaries, for a mode of called graphs and a number of activations kept.
+        chosen_mode: mode of the program that keeps all of them.
+    """
     paths = [f"a{i}" for i in range(20)]
     every = tuple(OpNeeds((), (path,), 10**9, 10**6, "float32") for path in paths)
     read = {path: (19 - i, 19 - i) for i, path in enumerate(paths)}
     needs = (GraphNeeds("g", 1, dict.fromkeys(paths, 10**6), read, every, (0,) * 20),)
 
     def compiled(request: MemoryRequest) -> Any:
-        plan = request.memory
-        kept = 20 if plan == "everything" else [*plan["g"][0].treatments.values()].count("keep")
-        temporaries = round(weight * kept * 10**6)
-        memory = SimpleNamespace(device=10**7 + temporaries, temporaries=temporaries)
-        applied = SimpleNamespace(needs=needs, plan=plan, plan_with=dict)
-        return Compiled(None, memory, None, None, frozenset(), "read", (Division(),), applied)  # type: ignore[arg-type]
+        kept, mode = 20, chosen_mode
+        if request.memory != "everything":
+            treatments, _, mode = request.memory
+            kept = [*treatments["g"][0].treatments.values()].count("keep")
+        fixed, temporaries = (round(10**6 * each) for each in memory(mode, kept))
+        needed: Any = SimpleNamespace(device=fixed + temporaries, temporaries=temporaries)
+        applied = SimpleNamespace(needs=needs, plan=request.memory, plan_with=lambda *plan: plan)
+        cost, no_ir = SimpleNamespace(cycles=None), SimpleNamespace()
+        found: list[Any] = [no_ir, needed, cost, None, frozenset(), "read", (Division(),), applied]
+        return Compiled(*found, chosen_mode=chosen_mode if kept == 20 else None)
 
-    found = plan_within(compiled, round(share * (10 + 20 * weight) * 10**6), lambda line: None)
+    return compiled
+
+
+@pytest.mark.parametrize(("weight", "share"), [(1.0, 0.75), (2.0, 0.75), (2.0, 0.55), (1.4, 0.6)])
+def test_the_budget_is_used_whatever_a_planned_byte_weighs(weight: float, share: float) -> None:
+    budget = round(share * (10 + 20 * weight) * 10**6)
+    found = plan_within(twenty_activations(lambda _, kept: (10, weight * kept)), budget, lambda line: None)
     assert 0.85 * found.budget <= found.peak <= found.budget and found.compilations <= 3
+    assert found.plan[1:] == (budget, None)
+
+
+def test_plans_have_the_mode_of_called_graphs_that_was_chosen() -> None:
+    compiled = twenty_activations(lambda _, kept: (10, 1.5 * kept), "inlined")
+    found = plan_within(compiled, 25_000_000, lambda line: None)
+    assert found.plan[1:] == (25_000_000, "inlined") and found.compilations <= 3
+
+
+@pytest.mark.parametrize(("chosen", "other"), [("inlined", "rolled"), ("batched", "inlined")])
+def test_where_no_plan_fits_the_smallest_one_is_compiled_in_the_other_mode(chosen: str, other: str) -> None:
+    compiled = twenty_activations(lambda mode, kept: (20 if mode == chosen else 10, kept), chosen)
+    found = plan_within(compiled, 12_000_000, lambda line: None)
+    assert found.plan[1:] == (12_000_000, other) and found.peak <= found.budget
 
 
 def test_calls_in_rerolled_loops_have_one_plan() -> None:

@@ -140,8 +140,8 @@ def dtype_on(target: str) -> popxl.dtype:
 
 
 def calls_on(target: str, asked: str) -> Any:
-    """How called graphs are compiled: by default in a way that takes little time to compile for the target."""
-    return asked or {"cpu": "kept", "gpu": "inlined", "tpu": "rolled"}[target[:3]]
+    """How called graphs are compiled: by default, as the program's options say by default, except on CPUs."""
+    return asked or ("kept" if target == "cpu" else "auto")
 
 
 def built(name: str, target: str, calls: Any, memory: Any, is_open: bool) -> popxl.Ir:
@@ -262,7 +262,7 @@ def row(name: str, target: str, calls: Any, share: int, beside: bool, is_open: b
         least = str(problem).partition("needs ")[2].partition(":")[0]
         ours = [f"none found; the least is {least}", *["–"] * 5]
     chip = whole.chip
-    known = in_jax(name, target, calls == "rolled") if beside else ()
+    known = in_jax(name, target, (whole.chosen_mode or calls) == "rolled") if beside else ()
     fitting = [each for each in known if each.memory <= budget]
     if not fitting:
         return [f"{budget / 1e6:.1f}", *ours, "none fits" if known else "–", *["–"] * 3]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 
 import popxl
@@ -9,6 +12,8 @@ import popxl_addons as addons
 from popxl import ops
 from popxl.analysis.memory import Memory
 from popxl.extend.memory import MemoryRequest
+from popxl_addons import optimizers
+from popxl_addons.layers import Linear
 from tests.targets.memory_budgets import Residual, compiled
 
 
@@ -56,3 +61,37 @@ def test_graphs_that_are_called_again_wait_for_gradients() -> None:
         return popxl.Session(ir, "gpu h100").memory().temporaries
 
     assert temporaries(True) < 0.6 * temporaries(False)
+
+
+@pytest.mark.targets
+def test_a_program_with_a_plan_is_compiled_as_the_plan_was_made() -> None:
+    """With its mode of called graphs, and for its budget, of which the compiler of a TPU knows."""
+
+    def program(memory: Any) -> tuple[popxl.Ir, addons.MemoryPlan]:
+        ir = popxl.Ir()
+        with ir.main_graph:
+            x = popxl.h2d_stream((8, 16), popxl.float32, "x")
+            step = addons.train_step(Twice(), x, optimizer=partial(optimizers.sgd, lr=0.1), memory=memory)
+            addons.host_store(step.loss)
+        return ir, step.memory
+
+    _, plan = program("nothing")
+    plan = plan.model_copy(update={"budget": 3 << 30, "called_graphs": "inlined"})
+    assert "It was made for 3.22 GB of a device, with called graphs inlined." in str(plan)
+    ir, applied = program(addons.MemoryPlan.model_validate_json(plan.model_dump_json()))
+    assert applied == plan and (ir.options.memoryBudget, ir.options.calledGraphs) == (3 << 30, "inlined")
+    session = popxl.Session(ir, "tpu v5e")
+    assert session.program.layout.compile_target.compile_options == {
+        "xla_tpu_scheduler_percent_shared_memory_limit": "20"  # of 15.75 GiB
+    }
+    assert session.memory().device > 0
+
+
+class Twice(addons.Module):
+    """Two calls of a graph."""
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        facts, graph = Linear(16).create_graph(x)
+        for name in ("first", "second"):
+            (x,) = graph.bind(self.add_variable_inputs(name, facts)).call(x)
+        return ops.mean(x * x)

@@ -10,7 +10,7 @@ from popxl.base.arrays import Array
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import BetweenReplicas
-from popxl.ops.collectives.chunks import as_bytes, bitcast, normalized_axis, permutations
+from popxl.ops.collectives.chunks import moved, normalized_axis, permutations
 from popxl.ops.collectives.collectives import members
 from popxl.ops.collectives.group import Group
 from popxl.ops.shape import reshape, transpose
@@ -20,7 +20,7 @@ from popxl.values.spec import brief
 
 
 def _all_to_all(t: Array, *, group: Group) -> Array:
-    return bitcast(t.dtype, group.exchanged(as_bytes(t)))
+    return moved(t, group.exchanged)
 
 
 all_to_all_kind: OpKind = OpKind(
@@ -89,7 +89,7 @@ def replicated_all_to_all(t: Tensor, split_axis: int = 0, concat_axis: int = 0, 
 
 
 def _shift(t: Array, *, distance: int, group: Group) -> Array:
-    return bitcast(t.dtype, group.shifted(as_bytes(t), distance)) if distance % group.size else t
+    return moved(t, lambda t: group.shifted(t, distance)) if distance % group.size else t
 
 
 shift_kind: OpKind = OpKind(

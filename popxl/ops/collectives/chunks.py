@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,17 +14,11 @@ from popxl.values.shapes import one_axis
 from popxl.values.spec import brief
 
 
-def as_bytes(t: Array) -> Array:
-    """View float8 as bytes, to prevent conversion and rounding; return other arrays unchanged."""
-    return lax.bitcast_convert_type(t, jnp.uint8) if _is_float8(t.dtype) else t
-
-
-def bitcast(dtype: Any, t: Array) -> Array:
-    return lax.bitcast_convert_type(t, dtype) if _is_float8(dtype) else t
-
-
-def _is_float8(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+def moved(t: Array, move: Callable[[Array], Array]) -> Array:
+    """Result of a function that only moves elements. Float8 is moved as bytes, to prevent conversion and rounding."""
+    if not jnp.issubdtype(t.dtype, jnp.floating) or t.dtype.itemsize > 1:
+        return move(t)
+    return lax.bitcast_convert_type(move(lax.bitcast_convert_type(t, jnp.uint8)), t.dtype)
 
 
 def normalized_axis(name: str, t: Tensor, axis: int) -> int:

@@ -19,7 +19,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, Variable
 from popxl.core.traits import REFUSED, BetweenReplicas
 from popxl.errors import PopxlError
-from popxl.ops.collectives.chunks import as_bytes, bitcast, normalized_axis, permutations
+from popxl.ops.collectives.chunks import moved, normalized_axis, permutations
 from popxl.ops.collectives.collectives import CollectiveOps, members, to_collective_op
 from popxl.ops.collectives.group import Group, chunk_size
 from popxl.ops.convert import identity
@@ -146,8 +146,7 @@ def replicated_reduce_scatter(
 
 def _all_gather(t: Array, *, shape: tuple[int, ...], group: Group) -> Array:
     """Concatenate member values, cropped to the result shape."""
-    joined = group.members(as_bytes(t)).reshape(-1)
-    return bitcast(t.dtype, joined[: math.prod(shape)].reshape(shape))
+    return moved(t, lambda t: group.members(t).reshape(-1)[: math.prod(shape)].reshape(shape))
 
 
 def _gathered(t: Any, *, stride: int, group_size: int, shape: tuple[int, ...]) -> TensorSpec:
@@ -180,7 +179,7 @@ def _chunk(key: str, result: str, shape: Callable[..., TensorSpec]) -> OpKind:
     """Declare an op that keeps the replica's chunk of its local `t`."""
     return OpKind(
         "ReplicatedReduceScatter",
-        lambda t, *, chunk, group: bitcast(t.dtype, group.chunk(as_bytes(t), chunk)),
+        lambda t, *, chunk, group: moved(t, lambda t: group.chunk(t, chunk)),
         shape=shape,
         gradient={
             "t": lambda g, t_spec, stride, group_size: all_gather_kind(

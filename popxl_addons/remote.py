@@ -7,7 +7,8 @@ the layers: load the layer's weights, call, store what has changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral
 
 import popxl
@@ -220,17 +221,10 @@ def load_remote_graph(
         >>> names, layer.w.shape
         (['w'], (2,))
     """
-    check_leaves(buffers, popxl.RemoteBuffer, "load_remote_graph: `buffers`", "NamedRemoteBuffers")
-    entries = integer(entries, "load_remote_graph: `entries`")
-    ir = popxl.gir()
-    with ir.undone_on_failure():
-        graph = ir.create_empty_graph("load_remote")
-        with graph:
-            entry = popxl.graph_input((), popxl.int32, "entry")
-            names, tensors = load_remote(buffers, entry, use_io_tiles).unpack()
-            for t in tensors:
-                popxl.graph_output(t)
-    _grow(buffers, entries)
+    with _graph_of_slot("load_remote", buffers, entries) as (graph, entry):
+        names, tensors = load_remote(buffers, entry, use_io_tiles).unpack()
+        for t in tensors:
+            popxl.graph_output(t)
     return GraphWithNamedArgs(graph), list(names)
 
 
@@ -251,21 +245,25 @@ def store_remote_graph(buffers: NamedRemoteBuffers, entries: int = 1, use_io_til
         ...     store = store_remote_graph(buffers, entries=2)
         ...     _ = store.bind(NamedTensors(w=popxl.constant([1.0, 2.0]))).call(1)
     """
-    check_leaves(buffers, popxl.RemoteBuffer, "store_remote_graph: `buffers`", "NamedRemoteBuffers")
-    entries = integer(entries, "store_remote_graph: `entries`")
-    ir = popxl.gir()
-    with ir.undone_on_failure():
-        graph = ir.create_empty_graph("store_remote")
-        with graph:
-            entry = popxl.graph_input((), popxl.int32, "entry")
-            args = NamedTensors.from_dict(
-                {name: popxl.graph_input(**b.spec, name=name) for name, b in sorted(buffers.to_dict().items())}
-            )
-            store_remote(buffers, args, entry, use_io_tiles)
-    _grow(buffers, entries)
+    with _graph_of_slot("store_remote", buffers, entries) as (graph, entry):
+        args = NamedTensors.from_dict(
+            {name: popxl.graph_input(**b.spec, name=name) for name, b in sorted(buffers.to_dict().items())}
+        )
+        store_remote(buffers, args, entry, use_io_tiles)
     return GraphWithNamedArgs(graph, args)
 
 
-def _grow(buffers: NamedRemoteBuffers, entries: int) -> None:
+@contextmanager
+def _graph_of_slot(name: str, buffers: NamedRemoteBuffers, entries: int) -> Iterator[tuple[popxl.Graph, popxl.Tensor]]:
+    """Context that builds a graph with the number of a slot as first input. The buffers get at least `entries` slots.
+
+    Yields the graph, and this input.
+    """
+    check_leaves(buffers, popxl.RemoteBuffer, f"{name}_graph: `buffers`", "NamedRemoteBuffers")
+    entries, ir = integer(entries, f"{name}_graph: `entries`"), popxl.gir()
+    with ir.undone_on_failure():
+        graph = ir.create_empty_graph(name)
+        with graph:
+            yield graph, popxl.graph_input((), popxl.int32, "entry")
     for buffer in buffers.values_flat():
         buffer.entries = max(buffer.entries, entries)

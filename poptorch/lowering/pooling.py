@@ -198,13 +198,11 @@ def _to_largest_by_places(windows: Sequence[Windows | Table], g: Any, input: Any
 _max_pool_grad = jax_op(title="MaxPoolGrad")(_to_largest)
 
 
-def _pool_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
-    if gs[0] is None:
-        return {}
-    return {0: _max_pool_grad(gs[0], forward.read(forward.op.inputs[0]), **forward.op.attributes)}
-
-
-_max_pool = jax_op(title="MaxPool", gradient=_pool_gradient, result=("maxpool_out", "maxpool_indices"))(_largest)
+_max_pool = jax_op(
+    title="MaxPool",
+    gradient={"input": lambda g, input, attributes: _max_pool_grad(g, input, **attributes)},
+    result=("maxpool_out", "maxpool_indices"),
+)(_largest)
 
 
 def _max_pools(axes: int) -> None:

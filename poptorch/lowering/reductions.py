@@ -84,16 +84,8 @@ for _name, _function in (("max", jnp.max), ("min", jnp.min)):
 # Selecting one element of each line -----------------------------------------------------------------------------------
 
 
-def _picked_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
-    """Input gradient, nonzero only at the selected element. Only that element's index is stored."""
-    (t,), (_, place) = forward.op.inputs, forward.op.outputs
-    if gs[0] is None or not forward.wants(0):
-        return {}
-    return {0: _index_gradient(gs[0], forward.read(place), axis=forward.op.attributes["axis"], size=t.shape)}
-
-
 @jax_op(title="PickGrad")
-def _index_gradient(g: Any, place: Any, *, axis: int, size: tuple[int, ...]) -> Any:
+def _pick_grad(g: Any, place: Any, *, axis: int, size: tuple[int, ...]) -> Any:
     g, place = (jnp.expand_dims(t, axis) for t in (g, place))
     return jnp.where(lax.broadcasted_iota(place.dtype, size, axis) == place, g, jnp.zeros((), g.dtype))
 
@@ -110,7 +102,8 @@ def picking(names: str, title: str, find: Callable[..., Any]) -> None:
         place = find(widen(lines), **how).astype(jnp.int32)
         return jnp.take_along_axis(lines, place[..., None], -1)[..., 0], place
 
-    kind = jax_op(title=title, gradient=_picked_gradient, result=("values", "places"))(pick)
+    gradient = {"input": lambda g, places, input_spec, axis: _pick_grad(g, places, axis=axis, size=input_spec.shape)}
+    kind = jax_op(title=title, gradient=gradient, result=("values", "places"))(pick)
 
     @lowers(*(f"aten.{name}" for name in names.split()))
     def lowering(input: popxl.Tensor, dim: int = -1, keepdim: bool = False, **how: Any) -> Any:

@@ -228,21 +228,17 @@ def _median_pullback(g: Any, place: Any, *, axis: tuple[int, ...] | None, shape:
     return jnp.transpose(chosen.reshape(sizes), tuple(sorted(range(len(order)), key=order.__getitem__)))
 
 
-def _median_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
-    """The gradient of the input. It reads where the median was found, and nothing else."""
-    (t,), (_, place) = forward.op.inputs, forward.op.outputs
-    if gs[0] is None or not forward.wants(0):
-        return {}
-    return {0: _median_grad(gs[0], forward.read(place), axis=forward.op.attributes["axis"], shape=t.shape)}
-
-
 _median_grad = OpKind("ReduceMedianGrad", _median_pullback, shape=of_shape)
 _median_kind = OpKind(
     "ReduceMedian",
     _median,
     shape=_median_specs,
     result=("median_out", "median_indices_out"),
-    gradient=_median_gradient,
+    gradient={
+        "t": lambda g, median_indices_out, t_spec, axis: _median_grad(
+            g, median_indices_out, axis=axis, shape=t_spec.shape
+        )
+    },
     traits=REAL,
 )
 _lamb_square = OpKind(

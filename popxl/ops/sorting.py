@@ -111,22 +111,13 @@ def _scatter_gradient(g: Any, places: Any, *, axis: int, shape: tuple[int, ...])
 
 
 _topk_grad = OpKind("TopKGrad", _scatter_gradient, shape=of_shape)
-
-
-def _topk_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
-    """The gradient of the input: put where values came from, and zero elsewhere. Only the places are kept for it."""
-    values, op = gs[0], forward.op
-    if values is None or not forward.wants(0):
-        return {}
-    places = forward.read(op.outputs[1])
-    return {0: _topk_grad(values, places, axis=op.attributes["axis"], shape=op.inputs[0].shape)}
-
-
 _topk = OpKind(
     "TopK",
     _topk_lowering,
     shape=_topk_specs,
-    gradient=_topk_gradient,
+    gradient={
+        "t": lambda g, topk_out_indices, t_spec, axis: _topk_grad(g, topk_out_indices, axis=axis, shape=t_spec.shape)
+    },
     result=("topk_out_value", "topk_out_indices"),
     traits=REAL,
 )

@@ -106,6 +106,8 @@ def _by_rules(
 ) -> Gradients:
     """Apply the rules that an op states, one for each operand, for the operands that matter."""
     op = forward.op
+    if op.outputs[0].dtype.is_inexact and not any(g is not None and g.dtype.is_inexact for g in gs):
+        return {}  # only integers beside it have gradients
     found: Gradients = {}
     for i, name in enumerate(op.operand_names()):
         rule = rules.get(name.partition("[")[0])
@@ -149,6 +151,8 @@ def _wish(name: str, forward: Forward, gs: tuple[Tensor | None, ...], i: int) ->
         return operands[name.removesuffix("_spec")].spec
     if name in op.attributes:
         return op.attributes[name]
+    if isinstance(op.kind.result, tuple) and name in op.kind.result:
+        return forward.read(op.outputs[op.kind.result.index(name)])
     default = inspect.signature(op.kind.lowering).parameters[name].default
     if default is inspect.Parameter.empty:
         raise PopxlError(f"The gradient rule of {op.op_type} asks for {name!r}, which the op does not have.")

@@ -62,14 +62,6 @@ def _cross_entropy(logits: Any, indices: Any, *, group: Group) -> tuple[Any, Any
     return group.combined(own, "add"), normalizers
 
 
-def _gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
-    """The gradient of the logits."""
-    if gs[0] is None or not forward.wants(0):
-        return {}
-    op = forward.op
-    return {0: _cross_entropy_sharded_grad(gs[0], *(forward.read(t) for t in (*op.inputs, op.outputs[1])))}
-
-
 def logits_gradient(g: Any, logits: Any, indices: Any, normalizers: Any, first: int = 0) -> Any:
     """Gradient of a logit block with classes from `first`."""
     softmax = jnp.exp(-surprises(logits, normalizers))
@@ -87,7 +79,11 @@ _cross_entropy_sharded = OpKind(
     "CrossEntropySharded",
     _cross_entropy,
     shape=_specs,
-    gradient=_gradient,
+    gradient={
+        "logits": lambda g, logits, indices, cross_entropy_normalizers: _cross_entropy_sharded_grad(
+            g, logits, indices, cross_entropy_normalizers
+        )
+    },
     result=("cross_entropy_loss", "cross_entropy_normalizers"),
     traits=[BetweenReplicas("same")],
 )

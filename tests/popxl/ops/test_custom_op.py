@@ -142,6 +142,28 @@ def test_a_rule_reads_operands_results_and_attributes() -> None:
     np.testing.assert_allclose(gradient, 0.5 * np.exp(0.5 * X), rtol=1e-6)
 
 
+def test_a_rule_reads_one_of_several_results_by_name() -> None:
+    """The gradient graph takes this result, and neither the operand nor the other result."""
+    kind = popxl.OpKind(
+        "SquareAndSlope",
+        lambda t: (t * t, 2 * t),
+        result=("square", "slope"),
+        gradient={"t": lambda g, slope: g * slope},
+    )
+    _, gradient = value_and_gradients(lambda t: kind(t)[0], X)
+    np.testing.assert_allclose(gradient, 2 * X, rtol=1e-6)
+    ir = popxl.Ir()
+    graph = ir.create_graph(lambda t: kind(t)[0], popxl.TensorSpec((3,), popxl.float32))
+    assert [t.name for t in autodiff(graph).graph.inputs] == ["Gradient___square", "slope"]
+
+
+def test_a_rule_ignores_gradients_of_integers() -> None:
+    kind = popxl.OpKind("WithSigns", lambda t: (t, jnp.sign(t).astype(jnp.int32)), gradient={"t": lambda g: g})
+    graph = popxl.Ir().create_graph(lambda t: kind(t)[1], popxl.TensorSpec((3,), popxl.float32))
+    with pytest.raises(PopxlError, match="depends on it in a differentiable way"):
+        autodiff(graph)
+
+
 def test_a_gradient_that_is_broadcast_is_summed_back() -> None:
     kind = popxl.OpKind("Offset", lambda t, by: t + by, gradient={"t": lambda g: g, "by": lambda g: g * 2})
     _, dt, dby = value_and_gradients(kind, X, np.float32([1, 2, 3]))

@@ -18,12 +18,13 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import IO, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import numpy as np
 
 import popxl
 from popxl.errors import UnreadableFileError
+from popxl.extend.arguments import word
 from popxl.extend.files import ARCHIVE_ERRORS, CHECKSUMS
 
 Format = Literal["npz", "safetensors"]
@@ -107,8 +108,7 @@ def start_write(directory: Path, arrays: Mapping[str, np.ndarray], format: Forma
         ValueError: for an unknown `format`, two memory maps whose files have the same name, or an array of Python
             objects.
     """
-    if format not in ("npz", "safetensors"):
-        raise ValueError(f"The format of a checkpoint is {format!r}; expected 'npz' or 'safetensors'.")
+    word(format, "The format of a checkpoint", get_args(Format))
     maps = {name: file for name, array in arrays.items() if (file := map_file(array))}
     stored = {name: array for name, array in arrays.items() if name not in maps}
     model = directory / MODEL

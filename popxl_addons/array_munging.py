@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 import popxl
-from popxl.extend.arguments import integer
+from popxl.extend.arguments import integer, word
 
 __all__ = [
     "handle_negative_axis",
@@ -219,11 +219,9 @@ def repeat_shard(
         [[5, 6], [5, 6], [7, 8], [7, 8]]
     """
     parts = shard(x, n_shards, shard_axis)
-    if sharded_tensor == "contiguous":
+    if word(sharded_tensor, "repeat_shard: `sharded_tensor`", ("contiguous", "strided")) == "contiguous":
         return repeat_axis(parts, n_repeats)
-    if sharded_tensor == "strided":
-        return np.repeat(parts, n_repeats, axis=0)
-    raise ValueError(f"repeat_shard: `sharded_tensor` is {sharded_tensor!r}; expected 'contiguous' or 'strided'.")
+    return np.repeat(parts, n_repeats, axis=0)
 
 
 # Tensor parallelism -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import popxl
-from popxl.extend.arguments import check_type
+from popxl.extend.arguments import check_type, word
 from popxl.extend.graphs import own_flops
 from popxl.op import Op
 from popxl.utils import table_to_string
@@ -139,8 +139,7 @@ def print_FLOPs(
         Add     | 24.000E+00 | Add.101
         <BLANKLINE>
     """
-    if mode not in ("type", "flat"):
-        raise ValueError(f"print_FLOPs: `mode` is {mode!r}; expected 'type' or 'flat'.")
+    word(mode, "print_FLOPs: `mode`", ("type", "flat"))
     total = flops_breakdown[TOTAL]
     types = {op_type: counts for op_type, counts in flops_breakdown.items() if op_type != TOTAL}
     rows: list[tuple[str, int, str]]

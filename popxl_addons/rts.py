@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import popxl
 from popxl import ops
-from popxl.extend.arguments import check_type
+from popxl.extend.arguments import check_type, word
 from popxl.replica_grouping import Groups
 from popxl_addons import _io_tiles
 from popxl_addons.dot_tree import check_leaves
@@ -110,8 +110,7 @@ def reduce_replica_sharded_tensor(
         ((3,), (2, 3))
     """
     name = "reduce_replica_sharded_tensor"
-    if op not in ("add", "mean"):
-        raise ValueError(f"{name}: `op` is {op!r}; expected 'add' or 'mean'.")
+    word(op, f"{name}: `op`", get_args(ReduceOp))
     check_type(t, popxl.Tensor, f"{name}: `t`", "a tensor")
     reduced_over = resolved(replica_group, f"{name}: `replica_group`")
     shared_by = (reduced_over if shard_group is None else resolved(shard_group, f"{name}: `shard_group`")).const_rg

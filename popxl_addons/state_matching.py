@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
+from popxl.extend.arguments import word
 from popxl.tensor import Constant, Variable
 from popxl_addons import array_files, sharded_arrays
 from popxl_addons.array_munging import unshard
@@ -39,8 +40,7 @@ def match_state(
     Raises:
         ValueError: for all mismatches together.
     """
-    if report_missing not in ("none", "warn", "error"):
-        raise ValueError(f"{what}: `report_missing` is {report_missing!r}; expected 'none', 'warn' or 'error'.")
+    word(report_missing, f"{what}: `report_missing`", get_args(ReportMissingMethods))
     stored = {name: _in_groups(named[name], a) if name in named else a for name, a in stored.items()}
     expected = {name for name, t in named.items() if name in stored or not _is_mapped_to(t, maps)}
     missing = [*key_differences(source, stored.keys(), expected), *differences]

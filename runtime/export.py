@@ -17,6 +17,7 @@ from popxl.base.atomic_files import replace_file
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.program.saved import safetensors_library
+from popxl.values.shapes import word
 from runtime.lowering.channels import prints
 from runtime.lowering.to_jax import MainFunction, main_function
 from runtime.session import Session
@@ -80,8 +81,7 @@ def export(
         raise ImportError(
             "export: JAX needs `flatbuffers` for this. Install it with `pip install flatbuffers`."
         ) from problem
-    if weights not in ("inside", "beside"):
-        raise ValueError(f"export: `weights` is {weights!r}; expected 'inside' or 'beside'.")
+    word(weights, "export: `weights`", ("inside", "beside"))
     ir, present = _ir_and_values(program)
     if prints(ir.main_graph):
         raise PopxlError(

@@ -22,7 +22,7 @@ from popxl.initial import Initial
 from popxl.replica_grouping import Groups, ReplicaGrouping, sharing_of
 from popxl.tensorlocation import ON_DEVICE
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
-from popxl.values.shapes import integers, is_known_word, sizes
+from popxl.values.shapes import integers, sizes, word
 from popxl.values.spec import TensorSpec
 
 _log = Logger("ir")
@@ -70,10 +70,8 @@ def variable(
             f"variable: variables live in the main graph, and {graph.title} is current. Make the variable in the main "
             "graph and pass it into the graph as an input."
         )
-    if not (retrieval_mode is None or is_known_word(retrieval_mode, ("one_per_group", "all_replicas"))):
-        raise ValueError(
-            f"variable: `retrieval_mode` is {retrieval_mode!r}; expected 'one_per_group' or 'all_replicas'."
-        )
+    if retrieval_mode is not None:
+        word(retrieval_mode, "variable: `retrieval_mode`", ("one_per_group", "all_replicas"))
     grouping = sharing_of(graph.ir, replica_grouping, "variable: `replica_grouping`")
     if dtype is not None:
         check_dtype(dtype, "variable: `dtype`")

@@ -10,7 +10,7 @@ Example:
 from popxl.base.arguments import check_type
 from popxl.base.exact_key import exact_key
 from popxl.base.names import camel
-from popxl.values.shapes import flag, integer, integer_or_integers, integers, is_known_word, number, one_axis
+from popxl.values.shapes import flag, integer, integer_or_integers, integers, is_known_word, number, one_axis, word
 
 __all__ = [
     "camel",
@@ -23,4 +23,5 @@ __all__ = [
     "number",
     "one_axis",
     "exact_key",
+    "word",
 ]

@@ -23,7 +23,7 @@ from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.ops.complex import conjugate
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from popxl.values.shapes import integers, is_known_word, like_first, number, sizes
+from popxl.values.shapes import integers, is_known_word, like_first, number, sizes, word
 from popxl.values.spec import TensorSpec
 
 FloatFormat = Literal["auto", "fixed", "scientific", "none"]
@@ -184,8 +184,7 @@ def init(
     Example:
         >>> acc = ops.init((4, 3), popxl.float32, "acc")
     """
-    if not is_known_word(init_type, ("zero", "undef")):
-        raise ValueError(f"init: `init_type` is {init_type!r}; expected 'zero' or 'undef'.")
+    word(init_type, "init: `init_type`", ("zero", "undef"))
     whole = () if meta_shape is None else integers(meta_shape, "init: `meta_shape`")
     spec = TensorSpec(sizes(shape, "init: `shape`"), dtype, whole)
     return init_kind(spec=spec, init_type=init_type, results=(name,))

@@ -20,7 +20,7 @@ from popxl.ops.families import REAL
 from popxl.ops.kernels import sums
 from popxl.ops.kernels.sums import exponentials, summed
 from popxl.ops.precision import round_once, wide_dtype, widen
-from popxl.values.shapes import flag, integer, like_first, one_axis
+from popxl.values.shapes import flag, integer, like_first, one_axis, word
 from popxl.values.spec import TensorSpec
 
 REDUCTION_TYPE = Literal["mean", "sum", "none"]
@@ -200,8 +200,7 @@ def _nll_backward(g: Any, probs: Any, labels: Any, *, ignore_index: int | None, 
 
 
 def _loss_spec(rows: Any, labels: Any, *, reduction: str, **how: Any) -> TensorSpec:
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"`reduction` is {reduction!r}; expected 'mean', 'sum' or 'none'.")
+    word(reduction, "`reduction`", ("mean", "sum", "none"))
     if not rows.shape or math.prod(labels.shape) != math.prod(rows.shape[:-1]):
         raise PopxlError(
             f"expected a label for each row of classes, of which there are {math.prod(rows.shape[:-1])} in the shape "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from popxl.ops.kernels.elements import full_after
 from popxl.ops.logic import equal, where
 from popxl.ops.precision import widen
 from popxl.ops.scatter import leading, padded, put_block, read_block
-from popxl.values.shapes import flag, integer, one_axis
+from popxl.values.shapes import flag, integer, one_axis, word
 from popxl.values.spec import TensorSpec
 
 Reduction = Literal["sum", "min", "max", "none"]
@@ -219,8 +219,7 @@ def _call(
     enable_index_broadcast: int,
     group_size: int = 1,
 ) -> Tensor:
-    if not isinstance(reduction, str) or reduction not in _kinds:
-        raise ValueError(f"{name}: `reduction` is {reduction!r}; expected 'sum', 'min', 'max' or 'none'.")
+    word(reduction, f"{name}: `reduction`", get_args(Reduction))
     if initial_values is None and axis_size is None:
         raise ValueError(
             f"{name}: neither `initial_values` nor `axis_size` is given; give one of them, for the number of buckets."

@@ -9,13 +9,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from popxl import dtypes
 from popxl.errors import PopxlError
 from popxl.values.spec import TensorSpec
+
+T = TypeVar("T")
 
 
 def integer(value: Any, what: str, expected: str = "be an integer") -> int:
@@ -66,6 +68,14 @@ def flag(value: Any, what: str) -> bool:
     if not isinstance(value, bool | np.bool_ | int | np.integer) or value not in (0, 1):
         raise TypeError(f"{what} must be True or False; got {value!r} ({type(value).__name__}).")
     return bool(value)
+
+
+def word(value: T, what: str, words: Iterable[str]) -> T:
+    """Check an argument that is one of several words. `what` names it in error messages."""
+    if not is_known_word(value, words := tuple(words)):
+        *others, last = map(repr, words)
+        raise ValueError(f"{what} is {value!r}; expected {', '.join(others)} or {last}.")
+    return value
 
 
 def is_known_word(value: Any, words: Iterable[str]) -> bool:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import jax.numpy as jnp
 import numpy as np
 
 import popxl
 from popxl import OpKind, ops
-from popxl.extend.arguments import integer, number
+from popxl.extend.arguments import integer, number, word
 from popxl.extend.ops import like_first
 from popxl.op import ShardingRule
 from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import drawn_weights
-from popxl_addons.layers.transformer import Activation, activated, checked_activation
+from popxl_addons.layers.transformer import Activation, activated
 from popxl_addons.module import Module
 from popxl_addons.named_replica_grouping import resolved
 
@@ -107,7 +108,7 @@ class Experts(Module):
         if not self.capacity_factor > 0:
             raise ValueError(f"Experts: `capacity_factor` is {capacity_factor}; expected a number above 0.")
         self.hidden = None if hidden is None else integer(hidden, "Experts: `hidden`")
-        self.activation = checked_activation("Experts", activation)
+        self.activation = word(activation, "Experts: `activation`", get_args(Activation))
         self.group = group
 
     def build(self, x: popxl.Tensor) -> tuple[popxl.Tensor, popxl.Tensor]:

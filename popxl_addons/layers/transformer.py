@@ -14,7 +14,7 @@ from jax import lax
 
 import popxl
 from popxl import OpKind, ops
-from popxl.extend.arguments import is_known_word
+from popxl.extend.arguments import word
 from popxl.op import REFUSED, Overwrites
 from popxl.replica_grouping import Groups
 from popxl_addons.layers.layer_norm import LayerNorm
@@ -225,13 +225,6 @@ def _among(seen: popxl.Tensor, mask: popxl.Tensor | None) -> popxl.Tensor:
 Activation = Literal["gelu", "geluerf", "relu", "swiglu"]
 
 
-def checked_activation(layer: str, activation: Activation) -> Activation:
-    """Check an activation argument. Raises `ValueError` for unknown ones."""
-    if not is_known_word(activation, get_args(Activation)):
-        raise ValueError(f"{layer}: `activation` is {activation!r}; expected 'gelu', 'geluerf', 'relu' or 'swiglu'.")
-    return activation
-
-
 def activated(activation: Activation, layer: Callable[[str], popxl.Tensor]) -> popxl.Tensor:
     """Activation of layer `up`, gated by optional layer `gate`."""
     if activation == "swiglu":
@@ -271,7 +264,8 @@ class MLP(Module):
         tensor: Groups | None = None,
     ):
         super().__init__()
-        self.hidden, self.activation, self.bias = hidden, checked_activation("MLP", activation), bias
+        self.activation = word(activation, "MLP: `activation`", get_args(Activation))
+        self.hidden, self.bias = hidden, bias
         self.tensor = tensor
 
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
@@ -312,9 +306,7 @@ class TransformerBlock(Module):
 
     def __init__(self, attention: Attention, mlp: MLP, norm: Literal["layer", "rms"] = "layer", eps: float = 1e-5):
         super().__init__()
-        if norm not in ("layer", "rms"):
-            raise ValueError(f"TransformerBlock: `norm` is {norm!r}; expected 'layer' or 'rms'.")
-        kind = LayerNorm if norm == "layer" else RMSNorm
+        kind = LayerNorm if word(norm, "TransformerBlock: `norm`", ("layer", "rms")) == "layer" else RMSNorm
         self.attention_norm: Module = kind()
         self.attention = attention
         self.mlp_norm: Module = kind()

@@ -184,7 +184,7 @@ def compiled(name: str, target: str, calls: Any, is_open: bool, request: MemoryR
 
 
 class InJax(NamedTuple):
-    """A policy of JAX, and what the compiled step needs with it."""
+    """A policy of JAX, with the form of the layers, and what the compiled step needs with it."""
 
     policy: str
     memory: int
@@ -240,7 +240,8 @@ def in_jax(name: str, target: str, in_loop: bool) -> tuple[InJax, ...]:
         needs, work = executable.memory_analysis(), account_of(parse_hlo(executable.as_text())).total
         memory = needs.argument_size_in_bytes + needs.temp_size_in_bytes
         memory += needs.output_size_in_bytes - needs.alias_size_in_bytes + needs.generated_code_size_in_bytes
-        found.append(InJax(policy, memory, work.bytes, work.flops, work.cycles))
+        form = f"{policy}, lax.scan" if in_loop else policy
+        found.append(InJax(form, memory, work.bytes, work.flops, work.cycles))
     return tuple(found)
 
 
@@ -262,12 +263,13 @@ def row(name: str, target: str, calls: Any, share: int, beside: bool, is_open: b
         least = str(problem).partition("needs ")[2].partition(":")[0]
         ours = [f"none found; the least is {least}", *["–"] * 5]
     chip = whole.chip
-    known = in_jax(name, target, (whole.chosen_mode or calls) == "rolled") if beside else ()
+    forms = {"inlined": [False], "rolled": [True]}.get(calls, [False, True])
+    known = [each for in_loop in forms for each in in_jax(name, target, in_loop)] if beside else []
     fitting = [each for each in known if each.memory <= budget]
     if not fitting:
         return [f"{budget / 1e6:.1f}", *ours, "none fits" if known else "–", *["–"] * 3]
     seconds = (1.0, 0.0) if chip is None else (1 / chip.memory_bandwidth, 1 / chip.rate("bfloat16"))
-    best = min(fitting, key=lambda each: each.bytes * seconds[0] + each.flops * seconds[1])
+    best = min(fitting, key=lambda each: each.cycles or each.bytes * seconds[0] + each.flops * seconds[1])
     return [f"{budget / 1e6:.1f}", *ours, f"`{best.policy}`", *needed(best.bytes, best.flops, best.cycles)]
 
 

@@ -260,9 +260,8 @@ class _Attention(Module):
         super().__init__()
         self.heads, self.tensor = heads, tensor
 
-    def build(self, x: popxl.Tensor, mask: Any = None, cache: Any = None, seed: popxl.Tensor | None = None) -> Any:
+    def build(self, x: popxl.Tensor, seed: popxl.Tensor) -> Any:
         """`x` of shape (batch, length, width) to the same."""
-        assert seed is not None
         parallel = TensorParallel.along(self.tensor, "Attention")
         batch, length, width = x.shape
         heads = parallel.share(self.heads, "`heads`")
@@ -284,7 +283,7 @@ class _Layer(Module):
 
     def build(self, x: popxl.Tensor, seed: popxl.Tensor) -> popxl.Tensor:
         """`x` of shape (batch, length, width) to the same."""
-        x = x + ops.dropout(self.attention(self.attention_norm(x), seed=seed), seed, 0.1)
+        x = x + ops.dropout(self.attention(self.attention_norm(x), seed), seed, 0.1)
         return x + ops.dropout(self.mlp(self.mlp_norm(x)), seed, 0.1)
 
 
@@ -311,9 +310,9 @@ class _Head(Module):
 class _Embedding(Module):
     """Tokens and places to vectors, with dropout."""
 
-    def __init__(self, vocabulary: int, hidden: int, tensor: Any):
+    def __init__(self, tensor: Any):
         super().__init__()
-        self.vocabulary, self.hidden, self.tensor = vocabulary, hidden, tensor
+        self.tensor = tensor
 
     def build(self, rows: popxl.Tensor, places: popxl.Tensor, seed: popxl.Tensor) -> popxl.Tensor:
         """Rows that were looked up, of shape (batch, length, width), to the text."""
@@ -352,7 +351,7 @@ def _graphs(
             _, forward = _Head(math.ceil(vocabulary / tensor) * tensor, group).create_graph(text)
         else:
             places = popxl.TensorSpec((sequence, hidden), popxl.float16)
-            _, forward = _Embedding(vocabulary, hidden, group).create_graph(text, places, seed)
+            _, forward = _Embedding(group).create_graph(text, places, seed)
         wanted = [t for t in forward.graph.inputs if t.dtype.is_floating_point]
         backward = autodiff(forward, grads_required=wanted)
     return forward.graph, backward.graph

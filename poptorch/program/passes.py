@@ -9,8 +9,7 @@ are made.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import popxl
 from poptorch.enums import Liveness
@@ -43,7 +42,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Phases:
-    """Phases of a phased execution strategy.
+    """Phases of a phased execution strategy; without arguments, of another one, which has none.
 
     Attributes:
         of: the phase of each op of the model's graph.
@@ -52,9 +51,9 @@ class Phases:
             tensors stay on chip before it.
     """
 
-    of: Mapping[Op, int]
-    liveness: Liveness
-    separate: bool
+    of: Mapping[Op, int] = field(default_factory=dict)
+    liveness: Liveness = Liveness.AlwaysLive
+    separate: bool = False
 
     @property
     def leave(self) -> bool:
@@ -65,6 +64,10 @@ class Phases:
     def shared_phase(self) -> int | None:
         """Forward phase in which the backward pass begins; `None` for a separate phase."""
         return None if self.separate else max(self.of.values(), default=None)
+
+    def is_shared(self, op: Op) -> bool:
+        """Whether the backward pass begins in the phase of an op."""
+        return bool(self.of) and self.of.get(op) == self.shared_phase
 
     def readers(self, graph: popxl.Graph) -> dict[popxl.Tensor, list[int]]:
         """Phases that read each input of the model's graph, in order."""
@@ -112,12 +115,12 @@ class Passes:
         graph: popxl.Graph,
         gradient: GradGraphInfo | None,
         weights: Mapping[popxl.Tensor, Weight],
-        leaving: Collection[popxl.Tensor] = (),
-        accumulated: Mapping[popxl.Tensor, Sequence[Callable[[popxl.Tensor, InputMaker], None]]] = MappingProxyType({}),
-        phases: Phases | None = None,
+        leaving: Collection[popxl.Tensor],
+        accumulated: Mapping[popxl.Tensor, Sequence[Callable[[popxl.Tensor, InputMaker], None]]],
+        phases: Phases,
     ) -> None:
         self._weights, self._phases = weights, phases
-        self._readers = {} if phases is None else phases.readers(graph)
+        self._readers = phases.readers(graph)
         self._forward = _Pass(graph, {t: t for t in graph.inputs})
         self._results = list(graph.outputs)
         self._backward: _Pass | None = None
@@ -156,13 +159,10 @@ class Passes:
         copy = graph.ir.create_empty_graph(graph.name.partition("_subgraph")[0])
         made = _Pass(copy, {})
         phases = self._phases
-        is_each = phases is not None and phases.liveness is Liveness.OffChipAfterEachPhase
         transfers = Transfers(
             fetched={t: self._fetch(made, weight) for t, weight in self._weights.items()},
-            together=lambda op, t: (
-                self._weights_of(None if phases is None else phases.of.get(op), self._weights) or (t,)
-            ),
-            period=phases.of.get if phases is not None and is_each else _no_period,
+            together=lambda op, t: [w for w in self._weights if phases.of.get(op) in self._readers[w]] or (t,),
+            period=(phases.of if phases.liveness is Liveness.OffChipAfterEachPhase else {}).get,
             made=dict.fromkeys(leaving, ops.offload),
         )
         _, of = copy_graph(graph, transfers, copy)
@@ -191,7 +191,7 @@ class Passes:
                 fetched[t], weights[of_model] = self._fetch(made, self._weights[of_model]), t
             elif of_model in leaving:
                 fetched[t] = _reload(made, of_model)
-        last = {weights[t]: self._readers.get(t, [-1])[-1] for t in weights}
+        last = {weights[t]: max(self._readers[t], default=-1) for t in weights}
 
         def phase_weights(op: Op, t: popxl.Tensor) -> Iterable[popxl.Tensor]:
             """Weights of the tensor's phase; a weight read in several phases belongs to the last."""
@@ -212,28 +212,20 @@ class Passes:
         self._backward = made
         graph.ir.remove_graph(graph)
 
-    @property
-    def _overlaps(self) -> bool:
-        return self._phases is None or self._phases.liveness is not Liveness.OffChipAfterFwdNoOverlap
-
     def _fetch(self, made: _Pass, weight: Weight) -> Callable[[popxl.Tensor | None], popxl.Tensor]:
         """Function that fetches a whole weight to the device."""
-        stored = weight.stored
+        stored, overlaps = weight.stored, self._phases.liveness is not Liveness.OffChipAfterFwdNoOverlap
 
         def fetch(after: popxl.Tensor | None) -> popxl.Tensor:
             if stored.buffer is not None:  # the runtime overlaps loads with earlier ops
-                return stored.gather(stored.load(None, None if self._overlaps else after))
+                return stored.gather(stored.load(None, None if overlaps else after))
             return stored.gather(stored.load(made.input_named(weight.name, stored.local_spec), after))
 
         return fetch
 
-    def _weights_of(self, phase: int | None, weights: Iterable[popxl.Tensor]) -> list[popxl.Tensor]:
-        """Weights that a phase reads."""
-        return [t for t in weights if phase in self._readers.get(t, ())]
-
     def _stays(self, t: popxl.Tensor) -> bool:
         """Whether the backward pass starts with a weight still on the device."""
-        return self._phases is not None and self._phases.shared_phase in self._readers.get(t, ())
+        return self._phases.shared_phase in self._readers[t]
 
 
 def _reload(made: _Pass, activation: popxl.Tensor) -> Callable[[popxl.Tensor | None], popxl.Tensor]:
@@ -243,7 +235,3 @@ def _reload(made: _Pass, activation: popxl.Tensor) -> Callable[[popxl.Tensor | N
         return ops.reload(given if after is None else ops.available_after(given, after))
 
     return reload
-
-
-def _no_period(op: Op) -> None:
-    return None

@@ -180,7 +180,7 @@ class Program:
         graph's tensors for them.
         """
         single_replicas, location = self._single_replicas, self._options.TensorLocations.weight_location
-        leaves = self._phases is not None and self._phases.leave
+        leaves = self._phases.leave
         for name, data in host.items():
             if name in self._model.inputs or name in self._written:
                 grouping = self._groupings.get(name)
@@ -195,10 +195,10 @@ class Program:
         return {name: s.held for name, s in self._weights.items() if s.held is not None}
 
     @cached_property
-    def _phases(self) -> Phases | None:
+    def _phases(self) -> Phases:
         strategy = self._options.execution_strategy
         if not isinstance(strategy, _IPhasedExecution):
-            return None
+            return Phases()
         return Phases(self._model.emission.phases, strategy.liveness, strategy.separate_backward_phase)
 
     def _with_transfers(self) -> Passes:
@@ -228,8 +228,8 @@ class Program:
             for t in read
             if t.producer is not None
             and t not in wanted
-            and not (phases is not None and phases.of.get(t.producer) == phases.shared_phase)
-            and is_off_chip(location, t.nelms, phases is not None and phases.leave)
+            and not phases.is_shared(t.producer)
+            and is_off_chip(location, t.nelms, phases.leave)
         ]
 
     def _all_iterations(self, tensors: Tensors) -> Sequence[popxl.Tensor | None]:

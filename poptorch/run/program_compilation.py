@@ -46,13 +46,14 @@ def compile_captured(
     returned += request.anchors
     returned += [Returned(value, OutputMode.All) for value in captured.written_inputs.values()]
     names = [leaf.name for leaf in signature.leaves]
-    program = Program(ir, captured, names, host, request, returned)
     ir.options.precision = options.product_precision
     ir.options.enableStochasticRounding = options.Precision.stochastic_rounding
     ir.options.stochasticRoundingSeed = options.random_seed or 0  # which all processes have alike
     options._Popart.apply(ir.options)
     if options.executable_cache is not None:
         ir.options.enableEngineCaching, ir.options.cachePath = True, options.executable_cache
+    # A memory plan within a budget sets what the options leave open.
+    program = Program(ir, captured, names, host, request, returned)
     return Compiled(
         signature,
         answer,

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 import poptorch
+import popxl
 from popxl.extend.memory import requesting_memory
 
 ROWS, WIDTH = 192, 24
@@ -317,6 +318,23 @@ def test_a_memory_plan(plain: tuple[Any, ...]) -> None:
         trained(Model(CHECKPOINT), memory="nothing")
     with pytest.raises(AssertionError, match=r"`memory_plan` is 'some'; expected a popxl_addons.MemoryPlan, or one of"):
         trained(Model(), memory="some")
+
+
+def test_a_memory_plan_says_how_the_program_is_compiled() -> None:
+    """What the options of a model leave open."""
+
+    def compiled(memory: Any) -> popxl.Ir:
+        model, options = Model(), poptorch.Options()
+        options.Training.setMemoryPlan(memory)
+        training = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.1))
+        training.compile(torch.ones(5, WIDTH), torch.ones(5, WIDTH))
+        return poptorch.sessionOf(training).ir
+
+    with requesting_memory("everything") as asked:
+        compiled("everything")
+    plan = asked.applied[0].plan.model_copy(update={"budget": 10**9, "called_graphs": "inlined"})
+    options = compiled(plan).options
+    assert (options.memoryBudget, options.calledGraphs) == (10**9, "inlined")
 
 
 class InHalf(Model):

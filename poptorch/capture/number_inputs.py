@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from poptorch.base.host_numbers import HostNumbers, Number, NumberPath, Operand
 from poptorch.capture.counters import COUNTER_TYPES, Counter, Tape, as_python
 from poptorch.capture.torch_private import without_modes
-from poptorch.capture.trace import Data, Node, Trace, Value, leaf_key
+from poptorch.capture.trace import Data, Node, Trace, Value
 
 _OTHER = ("other",)
 
@@ -189,7 +189,7 @@ def _positions(
             return one.is_like(its) and all_equal(one.outer, its.outer)
         if isinstance(one, torch.Tensor) or isinstance(its, torch.Tensor):
             return one is its
-        return type(one) is type(its) and leaf_key(one, {}) == leaf_key(its, {})
+        return type(one) is type(its) and Trace.structural_key(one) == Trace.structural_key(its)
 
     def all_equal(ones: Sequence[Any], others: Sequence[Any]) -> bool:
         return len(ones) == len(others) and all(map(arguments_equal, ones, others))

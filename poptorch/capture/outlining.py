@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
+from typing import Any
 
+from torch.utils import _pytree as pytree
+
+from poptorch.base.dtypes import to_numpy
 from poptorch.capture.seeding import SEEDING
-from poptorch.capture.trace import Node, Trace, Value, external_inputs, regions_around, structural_key
+from poptorch.capture.trace import Data, Node, Trace, Value, View, external_inputs
+from popxl.extend.arguments import exact_key
 from popxl.extend.graphs import last_uses
 
 CALL = "poptorch.call"
@@ -83,8 +88,57 @@ def _keeps_in_larger_region(nodes: Sequence[Node], run: _Run) -> bool:
     """Whether a region saves results of a run, and extends beyond it: calls cannot save inner results."""
     own = nodes[run.start : run.stop]
     beside = [*nodes[max(run.start - 1, 0) : run.start], *nodes[run.stop : run.stop + 1]]
-    around = set(regions_around(own))
+    around = set(_regions_around(own))
     return any(node.is_kept for node in own) and any(not around.isdisjoint(node.regions) for node in beside)
+
+
+def structural_key(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> Hashable:
+    """Structural key of ops, independent of their inputs: equal for interchangeable runs.
+
+    Args:
+        known: labels of values from outside, by identity. Labels of results are added.
+    """
+    known = {} if known is None else known
+    key = []
+    depth = len(_regions_around(nodes)) if nodes else 0
+    numbers: dict[int, int] = {}
+    for number, node in enumerate(nodes):
+        leaves, structure = pytree.tree_flatten(node.arguments)
+        given = tuple(_leaf(leaf, known) for leaf in leaves)
+        results = tuple((r.shape, r.dtype) for r in node.results)
+        known |= {id(r): (number, i) for i, r in enumerate(node.results)}
+        flags = (node.stops, node.has_effect, node.site, node.is_kept)
+        regions = tuple(numbers.setdefault(region, len(numbers)) for region in node.regions[depth:])
+        key.append((node.op, node.overload, str(structure), given, results, flags, regions))
+    return tuple(key)
+
+
+def _regions_around(nodes: Sequence[Node]) -> tuple[int, ...]:
+    """Recomputation regions that enclose all of these ops."""
+    around = nodes[0].regions
+    for node in nodes:
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(around, node.regions, strict=False)))
+        around = around[:same]
+    return around
+
+
+def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
+    if isinstance(leaf, Value):
+        if id(leaf) not in known:
+            known[id(leaf)] = ("from outside", len(known), leaf.shape, leaf.dtype)
+        return known[id(leaf)]
+    if isinstance(leaf, Data):
+        return (leaf.tensor.dtype, leaf.tensor.shape, to_numpy(leaf.tensor).tobytes())
+    if isinstance(leaf, View):
+        return repr(leaf)
+    if isinstance(leaf, Trace):
+        inside: dict[int, Hashable] = {id(v): (i, v.shape, v.dtype) for i, v in enumerate(leaf.inputs)}
+        key = structural_key(leaf.nodes, inside)
+        return (tuple(_leaf(v, known) for v in leaf.outer), key, tuple(inside[id(v)] for v in leaf.outputs))
+    try:
+        return (type(leaf), hash(leaf), exact_key(leaf))
+    except TypeError:
+        return id(leaf)
 
 
 def _with_calls(nodes: Sequence[Node], chosen: list[list[_Run]], wanted: set[int]) -> list[Node]:
@@ -124,7 +178,7 @@ def used_outside(nodes: Sequence[Node], stop: int, last: Mapping[int, int]) -> l
 
 def _within(nodes: Sequence[Node], path: str) -> list[Node]:
     """Ops with scopes and regions relative to a module."""
-    depth = len(regions_around(nodes))
+    depth = len(_regions_around(nodes))
     return [
         replace(node, scope=node.scope.removeprefix(path).lstrip("."), regions=node.regions[depth:]) for node in nodes
     ]
@@ -152,6 +206,6 @@ def call(nodes: Sequence[Node], trace: Trace, returned: Sequence[tuple[int, int]
         has_effect=has_effect,
         stops=frozenset(),
         scope="",
-        regions=regions_around(nodes),
+        regions=_regions_around(nodes),
         is_kept=False,
     )

@@ -13,9 +13,9 @@ from dataclasses import replace
 from itertools import accumulate, groupby, pairwise, takewhile
 from typing import Any
 
-from poptorch.capture.outlining import CALL, call, used_outside
+from poptorch.capture.outlining import CALL, call, structural_key, used_outside
 from poptorch.capture.seeding import SEEDING
-from poptorch.capture.trace import Node, Trace, Value, external_inputs, structural_key
+from poptorch.capture.trace import Node, Trace, Value, external_inputs
 from popxl.extend.graphs import last_uses
 
 _NORMS = frozenset(

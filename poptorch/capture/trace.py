@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from poptorch.base.dtypes import to_numpy
 from poptorch.placement.capture_context import Site
-from popxl.extend.arguments import exact_key
 from popxl.extend.source import SourceLocation
 
 
@@ -171,13 +168,26 @@ class Trace:
                 yield from inner.all_nodes()
 
     def is_like(self, other: Trace) -> bool:
-        """Whether another trace performs equal ops on equal numbers."""
-        return self.structural_key() == other.structural_key()
+        """Whether another trace performs equal ops on equal numbers, disregarding nested functions."""
+        return self._structural_key() == other._structural_key()
 
-    def structural_key(self) -> Hashable:
-        """Structural key of its ops, with their use of its inputs, and of its outputs."""
-        known: dict[int, Hashable] = {id(v): (i, v.shape, v.dtype) for i, v in enumerate(self.inputs)}
-        return structural_key(self.nodes, known), tuple(leaf_key(v, known) for v in self.outputs)
+    def _structural_key(self) -> list[Any]:
+        steps = [(node.op, node.overload, node.arguments, node.results) for node in self.nodes]
+        return self.structural_key([self.inputs, steps, self.outputs])
+
+    @staticmethod
+    def structural_key(described: Any) -> list[Any]:
+        """Structural key of ops: values by order, shape and dtype, and contents of constants."""
+        numbers: dict[Value, int] = {}
+
+        def plain(leaf: Any) -> Any:
+            if isinstance(leaf, Value):
+                return numbers.setdefault(leaf, len(numbers)), leaf.shape, leaf.dtype
+            if isinstance(leaf, Data):
+                return leaf.tensor.shape, leaf.tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            return leaf if isinstance(leaf, str | int | float | complex | torch.dtype | torch.device) else type(leaf)
+
+        return [plain(leaf) for leaf in pytree.tree_leaves(described)]
 
     def without_unused(self, wanted: Sequence[Value], with_effects: bool = True) -> list[Node]:
         """Nodes on which the wanted values depend, plus nodes with side effects unless excluded."""
@@ -229,51 +239,3 @@ def with_leaf(arguments: Any, one: Any, by: Any) -> Any:
 def detached(value: Value) -> View:
     """View of a whole value, through which no gradients flow."""
     return View("aten.detach", "default", {"input": BASE}, (value.shape,), value.dtype)
-
-
-def structural_key(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> Hashable:
-    """Structural key of ops, independent of their inputs: equal for interchangeable runs.
-
-    Args:
-        known: labels of values from outside, by identity. Labels of results are added.
-    """
-    known = {} if known is None else known
-    key = []
-    depth = len(regions_around(nodes)) if nodes else 0
-    numbers: dict[int, int] = {}
-    for number, node in enumerate(nodes):
-        leaves, structure = pytree.tree_flatten(node.arguments)
-        given = tuple(leaf_key(leaf, known) for leaf in leaves)
-        results = tuple((r.shape, r.dtype) for r in node.results)
-        known |= {id(r): (number, i) for i, r in enumerate(node.results)}
-        flags = (node.stops, node.has_effect, node.site, node.is_kept)
-        regions = tuple(numbers.setdefault(region, len(numbers)) for region in node.regions[depth:])
-        key.append((node.op, node.overload, str(structure), given, results, flags, regions))
-    return tuple(key)
-
-
-def regions_around(nodes: Sequence[Node]) -> tuple[int, ...]:
-    """Recomputation regions that enclose all of these ops."""
-    around = nodes[0].regions
-    for node in nodes:
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(around, node.regions, strict=False)))
-        around = around[:same]
-    return around
-
-
-def leaf_key(leaf: Any, known: dict[int, Hashable]) -> Hashable:
-    """Structural key of one argument; see `structural_key`."""
-    if isinstance(leaf, Value):
-        if id(leaf) not in known:
-            known[id(leaf)] = ("from outside", len(known), leaf.shape, leaf.dtype)
-        return known[id(leaf)]
-    if isinstance(leaf, Data):
-        return (leaf.tensor.dtype, leaf.tensor.shape, to_numpy(leaf.tensor).tobytes())
-    if isinstance(leaf, View):
-        return repr(leaf)
-    if isinstance(leaf, Trace):
-        return tuple(leaf_key(v, known) for v in leaf.outer), leaf.structural_key()
-    try:
-        return (type(leaf), hash(leaf), exact_key(leaf))
-    except TypeError:
-        return id(leaf)

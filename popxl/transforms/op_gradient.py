@@ -106,12 +106,13 @@ def _by_rules(
 ) -> Gradients:
     """Apply the rules that an op states, one for each operand, for the operands that matter."""
     op = forward.op
-    if op.outputs[0].dtype.is_inexact and not any(g is not None and g.dtype.is_inexact for g in gs):
-        return {}  # only integers beside it have gradients
+    results = op.kind.result if isinstance(op.kind.result, tuple) else ()
     found: Gradients = {}
     for i, name in enumerate(op.operand_names()):
         rule = rules.get(name.partition("[")[0])
         if rule is not None and forward.wants(i):
+            if gs[0] is None and "g" in _wishes(rule) and not set(results).isdisjoint(_wishes(rule)):
+                continue  # it would read a result to multiply it by zeros
             gradient = rule(**{wish: _wish(wish, forward, gs, i) for wish in _wishes(rule)})
             if gradient is not None:
                 found[i] = gradient

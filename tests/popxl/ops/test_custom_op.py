@@ -157,8 +157,13 @@ def test_a_rule_reads_one_of_several_results_by_name() -> None:
     assert [t.name for t in autodiff(graph).graph.inputs] == ["Gradient___square", "slope"]
 
 
-def test_a_rule_ignores_gradients_of_integers() -> None:
-    kind = popxl.OpKind("WithSigns", lambda t: (t, jnp.sign(t).astype(jnp.int32)), gradient={"t": lambda g: g})
+def test_a_rule_that_reads_a_result_by_name_ignores_gradients_of_others() -> None:
+    kind = popxl.OpKind(
+        "WithSigns",
+        lambda t: (t, jnp.sign(t).astype(jnp.int32)),
+        result=("same", "signs"),
+        gradient={"t": lambda g, signs: g},
+    )
     graph = popxl.Ir().create_graph(lambda t: kind(t)[1], popxl.TensorSpec((3,), popxl.float32))
     with pytest.raises(PopxlError, match="depends on it in a differentiable way"):
         autodiff(graph)

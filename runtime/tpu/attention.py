@@ -1,52 +1,110 @@
-"""Attention on TPUs: JAX's Pallas kernels ("splash attention"), where they support the arguments.
+"""Attention on TPUs: Pallas kernels for what they support: no masks, no dropout, whole blocks, values as wide as keys.
 
-They keep blocks of scores in the core's memory, where the plain implementation leaves their placement to XLA. They
-support whole blocks of queries and keys, neither masks nor dropout, and values as wide as keys. Blocks that a causal
-mask hides are neither fetched nor computed.
+They keep blocks of scores in the core's memory, where the plain implementation leaves their placement to XLA. Blocks
+that a causal mask hides are neither fetched nor computed.
 
-The kernels read queries, keys and values with the sequence as last dimension. The last dimension of an array is padded
-to 128 elements, so that heads of 64 channels would need twice their memory; and results of products have this order, so
-that they need no copies. Within the kernels, transposes take 1 to 3 % more bundles (for blocks of 512, on a v5e).
+All arrays have the sequence as last dimension, in memory and in the kernels. The last dimension of an array is padded
+to 128 elements, so that heads of 64 channels would need twice their memory; results of products have this order, so
+that they need no copies. Scores are transposed, keys by queries: maxima and sums over keys are then rows, one number
+for each query, and results and gradients take products without transposing scores.
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_blocks
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pallas
 
 from popxl.base.arrays import Array
 from popxl.ops.attention import attended_backward_anew
 from popxl.ops.attention import attention_forward as plain
 
-# From the module's private side: separate kernels, as for the ops of a gradient.
-_forward: Any = kernel._splash_attention_forward
-_keys_gradient: Any = kernel._splash_attention_bwd_dkv
-_queries_gradient: Any = kernel._splash_attention_bwd_dq
-
 SMALLEST, MOST_QUERIES, MOST_KEYS = 128, 512, 1024
 """The sizes of blocks: a power of two in between that divides the length.
 
-For 1024 keys, the forward kernel takes 0.77 x the bundles of two blocks of 512, and the kernels of gradients 0.91 x
-(64 channels, on a v5e).
+For 1024 keys, the forward kernel takes 0.82 x the bundles of two blocks of 512, and the kernel of gradients 0.84 x (64
+channels, on a v5e).
 """
-
-LAYOUTS: dict[str, Any] = dict.fromkeys(("q_layout", "k_layout", "v_layout"), kernel.QKVLayout.SEQ_MINOR)
 
 MOST_CHANNELS = 256
 """With more channels, blocks would not fit."""
 
-MOST_BLOCKS = 1 << 16
-"""Of more blocks of scores, the kernels compute all: a list of those that a causal mask hides would not fit, either."""
+MOST_BYTES = 512
+"""Bytes of a key: of larger ones, half as many are in a block."""
+
+MOST_SUMS = 1 << 22
+"""Bytes of the core's memory for the gradients of keys and values: sums in float32, and two buffers of each result."""
+
+Ref = Any
+"""A block of an array, or scratch memory, as a kernel reads and writes it."""
+
+
+class _Blocks(NamedTuple):
+    """Blocks of scores: their numbers of queries and keys, and which of them a causal mask leaves visible."""
+
+    queries: int
+    keys: int
+    causal: bool
+    scale: float
+
+    @classmethod
+    def of(cls, q: Array, k: Array, how: dict[str, Any]) -> _Blocks:
+        """The blocks for queries and keys. One block of more keys than queries would hide nothing of a causal mask."""
+        most_keys = MOST_KEYS if k.shape[1] * k.dtype.itemsize <= MOST_BYTES else MOST_KEYS // 2
+        queries, keys = math.gcd(q.shape[-1], MOST_QUERIES), math.gcd(k.shape[-1], most_keys)
+        if how["causal"] and keys == k.shape[-1]:
+            keys = min(keys, queries)
+        return cls(queries, keys, how["causal"], how["scale"])
+
+    def visible(self, i: Array, j: Array) -> Array:
+        """The block of keys `j`, or the last one that the block of queries `i` sees."""
+        return jnp.minimum(j, lax.div((i + 1) * self.queries - 1, np.int32(self.keys))) if self.causal else j
+
+    def first_seeing(self, j: Array) -> Array:
+        """The first block of queries that sees the block of keys `j`."""
+        return lax.div(j * self.keys, np.int32(self.queries)) if self.causal else 0 * j
+
+    def scores(self, q: Array, k: Array, i: Array, j: Array) -> Array:
+        """Scores, keys by queries, in units of log 2: powers of two cost less than those of e."""
+        scores = _product(k, q, 0, 0) * (self.scale / math.log(2))
+        if not self.causal:
+            return scores
+        key, query = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) for axis in (0, 1))
+        return jnp.where(key - query <= i * self.queries - j * self.keys, scores, -jnp.inf)
+
+
+def _forward_kernel(
+    blocks: _Blocks, q: Ref, k: Ref, v: Ref, out: Ref, logs: Ref, mixed: Ref, top: Ref, total: Ref
+) -> None:
+    """Attention of a block of queries: online softmax over blocks of keys."""
+    i, j = pl.program_id(1), pl.program_id(2)
+
+    @pl.when(j == 0)
+    def begin() -> None:
+        mixed[...], total[...] = jnp.zeros_like(mixed), jnp.zeros_like(total)
+        top[...] = jnp.full_like(top, -jnp.inf)
+
+    @pl.when(blocks.visible(i, j) == j)
+    def add() -> None:
+        scores = blocks.scores(q[...], k[...], i, j)
+        higher = jnp.maximum(top[...], jnp.max(scores, 0, keepdims=True))
+        weights, shrunk = jnp.exp2(scores - higher), jnp.exp2(top[...] - higher)
+        mixed[...] = mixed[...] * shrunk + _product(v[...], weights.astype(v.dtype), 1, 0)
+        total[...] = total[...] * shrunk + jnp.sum(weights, 0, keepdims=True)
+        top[...] = higher
+
+    @pl.when(j == pl.num_programs(2) - 1)
+    def end() -> None:
+        out[...] = (mixed[...] / total[...]).astype(out.dtype)
+        logs[...] = top[...] * math.log(2) + jnp.log(total[...])
 
 
 def attention_forward(
@@ -55,15 +113,70 @@ def attention_forward(
     """`popxl.ops.attention.attention_forward`."""
     if not _takes(queries, keys, values, mask, how):
         return plain.plain(queries, keys, values, mask, seed, **how)
-    q, k, v = (_by_head(t) for t in (_scaled(queries, how["scale"]), keys, values))
-    of_queries, of_keys = _block_sizes(q.shape[1], k.shape[1])
-    sizes = kernel.BlockSizes(block_q=of_queries, block_kv=of_keys, **LAYOUTS)
-    hidden, function = _hidden_blocks(q.shape[1], k.shape[1], how["causal"], of_keys=False)
+    q, k, v = (_by_head(t) for t in (queries, keys, values))
+    (heads, channels, length), shared = q.shape, q.shape[0] // k.shape[0]
+    blocks = _Blocks.of(q, k, how)
+
+    def of_queries(rows: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, rows, blocks.queries), lambda h, i, j: (h, 0, i))
+
+    of_keys = pl.BlockSpec(
+        (None, channels, blocks.keys), lambda h, i, j: (lax.div(h, np.int32(shared)), 0, blocks.visible(i, j))
+    )
     with _products(q):
-        out, (logs,) = _forward(
-            hidden, q, k, v, None, None, kernel.DEFAULT_MASK_VALUE, False, sizes, None, True, function
-        )
-    return out.reshape(queries.shape), logs.reshape(queries.shape[:-1])
+        out, logs = pl.pallas_call(
+            partial(_forward_kernel, blocks),
+            grid=(heads, length // blocks.queries, k.shape[-1] // blocks.keys),
+            in_specs=[of_queries(channels), of_keys, of_keys],
+            out_specs=[of_queries(channels), of_queries(1)],
+            out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((heads, 1, length), jnp.float32)],
+            scratch_shapes=[pallas.VMEM((rows, blocks.queries), jnp.float32) for rows in (channels, 1, 1)],
+            compiler_params=pallas.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+            name="attention",
+        )(q, k, v)
+    return _as_given(out, queries), logs.reshape(queries.shape[:-1])
+
+
+def _backward_kernel(
+    blocks: _Blocks, wanted: str, g: Ref, q: Ref, k: Ref, v: Ref, out: Ref, logs: Ref, *others: Ref
+) -> None:
+    """Gradients, summed over blocks: those of queries over keys, those of keys and values over queries and heads."""
+    results, (shift, *sums) = dict(zip(wanted, others, strict=False)), others[len(wanted) :]
+    total = dict(zip(wanted, sums, strict=True))
+    chunk, head, i, j = (pl.program_id(d) for d in range(1, 5))
+    last_head, last_i, last_j = (pl.num_programs(d) - 1 for d in range(2, 5))
+    at = chunk * (last_j + 1) + j
+
+    def clear(names: str) -> None:
+        for name in set(names).intersection(wanted):
+            total[name][...] = jnp.zeros_like(total[name])
+
+    def write(names: str) -> None:
+        for name in set(names).intersection(wanted):
+            scale = 1.0 if name == "v" else blocks.scale
+            results[name][...] = (total[name][...] * scale).astype(results[name].dtype)
+
+    pl.when((head == 0) & (i == 0) & (j == 0))(lambda: clear("kv"))
+
+    @pl.when(j == 0)
+    def begin() -> None:
+        clear("q")
+        shift[...] = jnp.sum(out[...].astype(jnp.float32) * g[...].astype(jnp.float32), 0, keepdims=True)
+
+    @pl.when(blocks.visible(i, at) == at)
+    def add() -> None:
+        queries, keys, slopes = q[...], k[...], g[...].astype(q.dtype)
+        weights = jnp.exp2(blocks.scores(queries, keys, i, at) - logs[...] / math.log(2))
+        of_scores = (weights * (_product(v[...], slopes, 0, 0) - shift[...])).astype(q.dtype)
+        if "q" in wanted:
+            total["q"][...] += _product(keys, of_scores, 1, 0)
+        if "k" in wanted:
+            place = pl.ds(pl.multiple_of(j * blocks.keys, blocks.keys), blocks.keys)
+            total["v"][:, place] += _product(slopes, weights.astype(q.dtype), 1, 1)
+            total["k"][:, place] += _product(queries, of_scores, 1, 1)
+
+    pl.when(j == last_j)(lambda: write("q"))
+    pl.when((head == last_head) & (i == last_i) & (j == last_j))(lambda: write("kv"))
 
 
 def attention_backward(
@@ -82,35 +195,52 @@ def attention_backward(
     """`popxl.ops.attention.attention_backward`."""
     if not _takes(queries, keys, values, mask, how):
         return attended_backward_anew(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
-    # The kernels take logs eight times, which XLA could materialise as soon as the forward pass has them.
-    g, logs = lax.optimization_barrier((g, logs))
-    q, k, v = (_by_head(t) for t in (_scaled(queries, how["scale"]), keys, values))
-    g, out = g.reshape(q.shape), out.reshape(q.shape)
-    shift = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), -1)
-    known = (q, k, v, None, None, logs.reshape(q.shape[:2]), g.astype(q.dtype), shift)
-    bq, bkv = _block_sizes(q.shape[1], k.shape[1])
+    operands = [_by_head(t) for t in (g, queries, keys, values, out, logs[..., None])]
+    _, q, k, *_ = operands
+    blocks, length = _Blocks.of(q, k, how), k.shape[-1]
+    # As many keys at once as sums have room for: with all keys, one kernel computes the scores once for all gradients.
+    most = MOST_SUMS // (k.shape[1] * (2 * 4 + 4 * k.dtype.itemsize))
+    chunk = max(size for size in range(blocks.keys, max(most, blocks.keys) + 1, blocks.keys) if length % size == 0)
+    if chunk == length:
+        gradients = _gradients(blocks, "qkv", chunk, *operands)
+    else:
+        gradients = _gradients(blocks, "q", length, *operands) + _gradients(blocks, "kv", chunk, *operands)
+    dq, dk, dv = (_as_given(dt, t) for dt, t in zip(gradients, (queries, keys, values), strict=True))
+    return dq, dk, dv
 
-    def settings(of_keys: bool) -> dict[str, Any]:
-        hidden, function = _hidden_blocks(q.shape[1], k.shape[1], how["causal"], of_keys=of_keys)
-        return {
-            "bq": bq,
-            "bkv": bkv,
-            "is_mqa": False,
-            "mask_info": hidden,
-            "mask_function": function,
-            "mask_value": kernel.DEFAULT_MASK_VALUE,
-            "attn_logits_soft_cap": None,
-            **LAYOUTS,
-            "interpret": False,
-        }
 
-    # One kernel computes the scores once for all gradients, but leaves an array of `dq` for each block of keys.
-    is_fused = k.shape[1] == bkv
+def _gradients(blocks: _Blocks, wanted: str, chunk: int, *operands: Array) -> list[Array]:
+    """The gradients of queries (`"q"`), of keys and values (`"kv"`), or all, with the sums of `chunk` keys at once."""
+    _, q, k, v, *_ = operands
+    channels, shared, columns = q.shape[1], q.shape[0] // k.shape[0], chunk // blocks.keys
+    rows = q.shape[-1] // blocks.queries
+
+    def place_of_queries(h: Array, c: Array, head: Array, i: Array, j: Array) -> tuple[Any, ...]:
+        first = jnp.minimum(blocks.first_seeing(c * columns), rows - 1)
+        return h * shared + head, 0, jnp.maximum(i, first)
+
+    def place_of_keys(h: Array, c: Array, head: Array, i: Array, j: Array) -> tuple[Any, ...]:
+        return h, 0, jnp.maximum(blocks.visible(i, c * columns + j), c * columns)
+
+    of_queries, of_logs = (pl.BlockSpec((None, n, blocks.queries), place_of_queries) for n in (channels, 1))
+    of_keys = pl.BlockSpec((None, channels, blocks.keys), place_of_keys)
+    of_chunk = pl.BlockSpec((None, channels, chunk), lambda h, c, head, i, j: (h, 0, c))
+    like = {"q": (q, of_queries, blocks.queries), "k": (k, of_chunk, chunk), "v": (v, of_chunk, chunk)}
+    arrays, specs, lengths = zip(*(like[name] for name in wanted), strict=True)
+    sums = [(1, blocks.queries), *((channels, length) for length in lengths)]
     with _products(q):
-        dq, dk, dv = _keys_gradient(*known, bkv_compute=bkv, use_fused_bwd_kernel=is_fused, **settings(of_keys=True))
-        if not is_fused:
-            dq = _queries_gradient(*known, **settings(of_keys=False))
-    return _scaled(dq, how["scale"]).reshape(queries.shape), dk.reshape(keys.shape), dv.reshape(values.shape)
+        return pl.pallas_call(
+            partial(_backward_kernel, blocks, wanted),
+            grid=(k.shape[0], k.shape[-1] // chunk, shared, rows, columns),
+            in_specs=[of_queries, of_queries, of_keys, of_keys, of_queries, of_logs],
+            out_specs=list(specs),
+            out_shape=[jax.ShapeDtypeStruct(t.shape, t.dtype) for t in arrays],
+            scratch_shapes=[pallas.VMEM(shape, jnp.float32) for shape in sums],
+            compiler_params=pallas.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary")
+            ),
+            name=f"attention_gradients_{wanted}",
+        )(*operands)
 
 
 def _takes(queries: Array, keys: Array, values: Array, mask: Array, how: Any) -> bool:
@@ -121,45 +251,25 @@ def _takes(queries: Array, keys: Array, values: Array, mask: Array, how: Any) ->
         and queries.dtype in (jnp.float32, jnp.bfloat16)
         and values.shape == keys.shape
         and keys.shape[-1] <= MOST_CHANNELS
-        and math.prod(queries.shape) > 0
+        and math.prod(queries.shape) * math.prod(keys.shape) > 0
         and all(t.shape[-2] % SMALLEST == 0 for t in (queries, keys))
     )
 
 
 def _by_head(t: Array) -> Array:
-    """All heads of all samples in one dimension: consecutive query heads share a key head.
-
-    XLA moves the reshape through this transpose and that of the kernel's layout, and drops both.
-    """
+    """All heads of all samples in one dimension, channels by sequence: consecutive query heads share a key head."""
     length, channels = t.shape[-2:]
-    return t.mT.reshape(-1, channels, length).mT
+    return t.mT.reshape(-1, channels, length)
 
 
-def _scaled(t: Array, scale: float) -> Array:
-    """The kernels do not scale scores. In bfloat16 this rounds once more, unless `scale` is a power of two."""
-    return (t.astype(jnp.float32) * scale).astype(t.dtype)
+def _as_given(t: Array, like: Array) -> Array:
+    """The inverse of `_by_head`. XLA drops both transposes, as the arrays around have this order."""
+    return t.reshape(*like.shape[:-2], *t.shape[1:]).mT
 
 
-@cache
-def _hidden_blocks(queries: int, keys: int, causal: bool, *, of_keys: bool) -> tuple[Any, Any]:
-    """Which blocks of scores a causal mask hides, and the mask as a function of positions.
-
-    In units of the smallest block, since the library looks at each element. Within a block the function decides.
-    """
-    hidden = mask_blocks.MaskInfo(None, None, None, None, None)
-    if not causal:
-        return hidden, None
-    units = masks.CausalMask((queries // SMALLEST, keys // SMALLEST))
-    blocks = tuple(size // SMALLEST for size in _block_sizes(queries, keys))
-    if math.prod(units.shape) <= MOST_BLOCKS * math.prod(blocks):
-        processed = mask_blocks.process_mask_dkv if of_keys else mask_blocks.process_mask
-        hidden, _ = processed(masks.MultiHeadMask([units]), blocks)
-    return hidden._replace(q_sequence=np.arange(queries, dtype=np.int32)), units.mask_function
-
-
-def _block_sizes(queries: int, keys: int) -> tuple[int, int]:
-    """Numbers of queries and keys in a block of scores."""
-    return math.gcd(queries, MOST_QUERIES), math.gcd(keys, MOST_KEYS)
+def _product(a: Array, b: Array, of_a: int, of_b: int) -> Array:
+    """The product of matrices over dimension `of_a` of the first and `of_b` of the second, in float32."""
+    return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _products(t: Array) -> AbstractContextManager[None]:

@@ -243,28 +243,39 @@ def test_what_is_kept_of_a_layer_is_what_the_program_says(dtype: popxl.dtype, ta
 # The kernel of TPUs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but_each=8)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("lengths", [(384, 256), (256, 384)])
-def test_the_kernel_of_tpus_computes_the_same(causal: bool, lengths: tuple[int, int]) -> None:
-    """Interpreted here: three blocks of queries and one of keys, or one and three, which two heads share."""
+@pytest.mark.parametrize("lengths", [(768, 256), (256, 768)])
+@pytest.mark.parametrize("keys_at_once", [1, 2, 8])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_the_kernel_of_tpus_computes_the_same(
+    causal: bool, lengths: tuple[int, int], keys_at_once: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interpreted here: several blocks of queries and keys, which two heads share; gradients in one kernel or two."""
     from jax.experimental.pallas import tpu as pallas
 
     from popxl.ops.attention import attention_backward
     from popxl.ops.attention import attention_forward as plain
     from runtime.tpu import attention as of_tpus
 
+    bytes_of_sums = 16 * (8 + 4 * np.dtype(dtype).itemsize)
+    for name, value in (("QUERIES", 256), ("KEYS", 128), ("SUMS", keys_at_once * 128 * bytes_of_sums)):
+        monkeypatch.setattr(of_tpus, f"MOST_{name}", value)
     queries, keys = lengths
-    q, k, v = normal(1, 2, queries, 16), normal(1, 1, keys, 16, seed=1), normal(1, 1, keys, 16, seed=2)
-    g, how = normal(*q.shape, seed=3), {"causal": causal, "scale": 0.25, "dropout": 0.0}
+    shapes = ((2, 4, queries, 16), (2, 2, keys, 16), (2, 2, keys, 16), (2, 4, queries, 16))
+    q, k, v, g = (jax.numpy.asarray(normal(*shape, seed=seed), dtype) for seed, shape in enumerate(shapes))
+    how = {"causal": causal, "scale": 0.25, "dropout": 0.0}
     with pallas.force_tpu_interpret_mode():
         out, logs = of_tpus.attention_forward(q, k, v, None, None, **how)
         gradients = of_tpus.attention_backward(g, q, k, v, out, logs, None, None, **how)
-    np.testing.assert_allclose(out, attended(q, k, v, causal=causal), rtol=1e-5, atol=1e-5)
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == np.float32 else {"rtol": 0.02, "atol": 0.03}
+    wide = [np.asarray(t, np.float32) for t in (q, k, v)]
+    np.testing.assert_allclose(np.asarray(out, np.float32), attended(*wide, causal=causal), **close)
     kept = plain(q, k, v, None, None, **how)
     np.testing.assert_allclose(logs, kept[1], rtol=1e-5, atol=1e-5)
     for found, wish in zip(gradients, attention_backward(g, q, k, v, *kept, None, None, **how), strict=True):
-        np.testing.assert_allclose(found, wish, rtol=1e-4, atol=1e-4)
+        assert found.dtype == dtype
+        np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wish, np.float32), **close)
 
 
 @pytest.mark.targets

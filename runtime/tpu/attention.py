@@ -43,6 +43,9 @@ MOST_BYTES = 512
 MOST_SUMS = 1 << 22
 """Bytes of the core's memory for the gradients of keys and values: sums in float32, and two buffers of each result."""
 
+ZERO = np.int32(0)
+"""Kernels have no numbers of 64 bits, which literals of index maps are in a program that has them."""
+
 Ref = Any
 """A block of an array, or scratch memory, as a kernel reads and writes it."""
 
@@ -118,10 +121,10 @@ def attention_forward(
     blocks = _Blocks.of(q, k, how)
 
     def of_queries(rows: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, rows, blocks.queries), lambda h, i, j: (h, 0, i))
+        return pl.BlockSpec((None, rows, blocks.queries), lambda h, i, j: (h, ZERO, i))
 
     of_keys = pl.BlockSpec(
-        (None, channels, blocks.keys), lambda h, i, j: (lax.div(h, np.int32(shared)), 0, blocks.visible(i, j))
+        (None, channels, blocks.keys), lambda h, i, j: (lax.div(h, np.int32(shared)), ZERO, blocks.visible(i, j))
     )
     with _products(q):
         out, logs = pl.pallas_call(
@@ -217,14 +220,14 @@ def _gradients(blocks: _Blocks, wanted: str, chunk: int, *operands: Array) -> li
 
     def place_of_queries(h: Array, c: Array, head: Array, i: Array, j: Array) -> tuple[Any, ...]:
         first = jnp.minimum(blocks.first_seeing(c * columns), rows - 1)
-        return h * shared + head, 0, jnp.maximum(i, first)
+        return h * shared + head, ZERO, jnp.maximum(i, first)
 
     def place_of_keys(h: Array, c: Array, head: Array, i: Array, j: Array) -> tuple[Any, ...]:
-        return h, 0, jnp.maximum(blocks.visible(i, c * columns + j), c * columns)
+        return h, ZERO, jnp.maximum(blocks.visible(i, c * columns + j), c * columns)
 
     of_queries, of_logs = (pl.BlockSpec((None, n, blocks.queries), place_of_queries) for n in (channels, 1))
     of_keys = pl.BlockSpec((None, channels, blocks.keys), place_of_keys)
-    of_chunk = pl.BlockSpec((None, channels, chunk), lambda h, c, head, i, j: (h, 0, c))
+    of_chunk = pl.BlockSpec((None, channels, chunk), lambda h, c, head, i, j: (h, ZERO, c))
     like = {"q": (q, of_queries, blocks.queries), "k": (k, of_chunk, chunk), "v": (v, of_chunk, chunk)}
     arrays, specs, lengths = zip(*(like[name] for name in wanted), strict=True)
     sums = [(1, blocks.queries), *((channels, length) for length in lengths)]

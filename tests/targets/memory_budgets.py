@@ -9,8 +9,8 @@ layers are the same, by `popxl.to_jax`, under `jax.checkpoint`; the best policy 
 published figures, of those within the budget. Programs of several devices, loops over micro-batches, experts and
 models of PyTorch have none in JAX beside them. Large models, "llama of 6.7 billion" and "llama of 70 billion", are
 planned where named. Programs have twelve layers with the widths of users' models: a GPT of 0.1 billion parameters, a
-Llama of 0.6 billion, base models of vision and language. On TPUs they are in loops, in JAX by `lax.scan`, and on GPUs
-in one piece, as is the fastest to compile of what users have there. The target "cpu" is this host, in float32.
+Llama of 0.6 billion, base models of vision and language. Called graphs are as "auto" compiles them; in JAX layers are
+in a Python loop and in `lax.scan`, of which the faster counts. The target "cpu" is this host, in float32.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from popxl.ops.attention import attended_backward_anew
 from popxl.ops.attention import attention_forward as plain
 
 SMALLEST, MOST_QUERIES, MOST_KEYS = 128, 512, 1024
-"""The sizes of blocks: a power of two in between that divides the length.
+"""The sizes of blocks: a power of two in between that divides the length; half as many keys in float32.
 
 For 1024 keys, the forward kernel takes 0.82 x the bundles of two blocks of 512, and the kernel of gradients 0.84 x (64
 channels, on a v5e).
@@ -36,9 +36,6 @@ channels, on a v5e).
 
 MOST_CHANNELS = 256
 """With more channels, blocks would not fit."""
-
-MOST_BYTES = 512
-"""Bytes of a key: of larger ones, half as many are in a block."""
 
 MOST_SUMS = 1 << 22
 """Bytes of the core's memory for the gradients of keys and values: sums in float32, and two buffers of each result."""
@@ -61,7 +58,7 @@ class _Blocks(NamedTuple):
     @classmethod
     def of(cls, q: Array, k: Array, how: dict[str, Any]) -> _Blocks:
         """The blocks for queries and keys. One block of more keys than queries would hide nothing of a causal mask."""
-        most_keys = MOST_KEYS if k.shape[1] * k.dtype.itemsize <= MOST_BYTES else MOST_KEYS // 2
+        most_keys = MOST_KEYS * 2 // k.dtype.itemsize  # products of float32 hold further copies of their operands
         queries, keys = math.gcd(q.shape[-1], MOST_QUERIES), math.gcd(k.shape[-1], most_keys)
         if how["causal"] and keys == k.shape[-1]:
             keys = min(keys, queries)

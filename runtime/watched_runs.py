@@ -18,7 +18,6 @@ from popxl.context import get_current_context
 from popxl.core.recording import Op
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from runtime.costs.executables import chip_at
 from runtime.costs.memory import least_memory_of
 from runtime.jax_analysis import Analysis, analyze
 from runtime.machine import Machine, NothingRuns
@@ -91,7 +90,7 @@ class TrialMachine(WatchingMachine):
 
     def program(self, ir: Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
         layout = layout_for(ir, device)
-        figures = chip_at(device, layout)
+        figures = device.chip
         try:
             if figures is None:
                 raise PopxlError(

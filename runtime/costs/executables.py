@@ -8,10 +8,7 @@ from typing import Any
 from runtime.plan.plan import Plan
 from runtime.plan.structure import Structure
 from runtime.program.compiled import CompiledProgram
-from runtime.program.layout import Layout
-from runtime.targets import chip
 from runtime.targets.chip import Chip
-from runtime.targets.devices import Device
 
 
 def check_whole(program: CompiledProgram, what: str) -> None:
@@ -25,12 +22,7 @@ def check_whole(program: CompiledProgram, what: str) -> None:
 
 def chip_of(program: CompiledProgram) -> Chip | None:
     """Published figures of the chip that a program targets; `None` for an unknown chip."""
-    return chip_at(program.device, program.layout)
-
-
-def chip_at(device: Device, layout: Layout) -> Chip | None:
-    """Published figures of the chip that a layout is for; `None` for an unknown chip."""
-    return chip.of_device(layout.devices[0].device_kind) if device.target is None else device.target.chip
+    return program.device.chip
 
 
 def texts(program: CompiledProgram) -> dict[str, str]:

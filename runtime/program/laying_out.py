@@ -13,7 +13,6 @@ from runtime import processes
 from runtime.lowering import remote_buffers as remote
 from runtime.plan.decision import decide
 from runtime.program.layout import Layout
-from runtime.targets.chip import of_device
 from runtime.targets.compile_target import CompileTarget
 from runtime.targets.devices import Device
 from runtime.targets.mesh import dimensions_of
@@ -48,12 +47,9 @@ def layout_for(ir: Ir, device: Device, mode: str | None = None) -> Layout:
 
 
 def _memory_limit(budget: int, device: Device) -> int | None:
-    """Percentage of a TPU's memory for a budget in bytes; `None` without a budget, and for unknown chips."""
-    first = device.jax_devices[0]
-    figures = of_device(first.device_kind) if device.target is None else device.target.chip
-    if first.platform != "tpu" or not budget or figures is None:
-        return None
-    return min(max(math.ceil(100 * budget / figures.memory_bytes), 1), 100)
+    """Percentage of a device's memory for a budget in bytes; `None` without a budget, and for unknown chips."""
+    figures = device.chip
+    return min(math.ceil(100 * budget / figures.memory_bytes), 100) if budget and figures is not None else None
 
 
 def lay_out(ir: Ir, compile_target: CompileTarget, mode: str | None = None) -> Layout:

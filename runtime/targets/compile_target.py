@@ -164,10 +164,8 @@ class CompileTarget:
         """XLA compile options for these devices."""
         if self.platform == "gpu":
             return _EXACT_ROUNDING
-        if self.platform == "tpu":
-            return None if self.memory_limit is None else {_MEMORY_LIMIT: str(self.memory_limit)}
         if self.platform != "cpu":
-            return None
+            return None if self.memory_limit is None else {_MEMORY_LIMIT: str(self.memory_limit)}
         from runtime.cpu.flags import compile_options  # of no use elsewhere
 
         return compile_options()

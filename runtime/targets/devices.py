@@ -21,6 +21,7 @@ from popxl.ir import Ir
 from runtime import processes
 from runtime.jax_private import warn_if_untested
 from runtime.targets import chip, compilers
+from runtime.targets.chip import Chip
 from runtime.targets.offline import FORMS, Target, is_target
 
 CPU_DEVICES = "POPXL_CPU_DEVICES"
@@ -165,6 +166,11 @@ class Device:
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(map(str, self.jax_devices))})"
+
+    @property
+    def chip(self) -> Chip | None:
+        """Published figures of its chips; `None` for unknown ones."""
+        return chip.of_device(self.jax_devices[0].device_kind) if self.target is None else self.target.chip
 
     @property
     def isAttached(self) -> bool:

@@ -193,12 +193,15 @@ class InJax(NamedTuple):
     cycles: int
 
 
-@cache
-def in_jax(name: str, target: str, in_loop: bool) -> tuple[InJax, ...]:
-    """The same step in JAX with each policy, with its layers in a loop or one after the other."""
+def step_in_jax(name: str, target: str, in_loop: bool) -> tuple[Callable[..., Any], Any] | None:
+    """The same step in JAX, with its layers in a loop or one after the other; `None` for programs that have none.
+
+    Returns:
+        A function of a policy's name, the variables and `x`, and the types of the last two.
+    """
     program = PROGRAMS.get(name)
     if program is None or program.devices > 1 or program.accumulate > 1:
-        return ()
+        return None
     ir = popxl.Ir()
     with ir.main_graph:
         _, graph = program.layer().create_graph(popxl.TensorSpec(program.shape, dtype_on(target)))
@@ -221,12 +224,24 @@ def in_jax(name: str, target: str, in_loop: bool) -> tuple[InJax, ...]:
         value, gradients = jax.value_and_grad(loss)(variables)
         return jax.tree.map(lambda w, g: (w - 0.1 * g.astype(jnp.float32)).astype(w.dtype), variables, gradients), value
 
+    spec = jax.ShapeDtypeStruct
+    variables = [spec((LAYERS, *shape) if in_loop else shape, dtype) for shape, dtype in shapes]
+    return step, (
+        variables if in_loop else [variables] * LAYERS,
+        spec(program.shape, jnp.dtype(dtype_on(target).name)),
+    )
+
+
+@cache
+def in_jax(name: str, target: str, in_loop: bool) -> tuple[InJax, ...]:
+    """What that step needs with each policy."""
+    if (made := step_in_jax(name, target, in_loop)) is None:
+        return ()
+    step, given = made
     where = machine(name, target)
     device = jax.devices()[0] if isinstance(where, str) else where.devices[0]
     place = jax.sharding.SingleDeviceSharding(device)
-    spec = partial(jax.ShapeDtypeStruct, sharding=place)
-    variables = [spec((LAYERS, *shape) if in_loop else shape, dtype) for shape, dtype in shapes]
-    given = (variables if in_loop else [variables] * LAYERS, spec(program.shape, jnp.dtype(dtype_on(target).name)))
+    given = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=place), given)
     platform = {"gpu": "cuda"}.get(device.platform, device.platform)
     found = []
     for policy in POLICIES:
@@ -237,12 +252,17 @@ def in_jax(name: str, target: str, in_loop: bool) -> tuple[InJax, ...]:
             # Without a search, XLA finds no tiles for some products. JAX has no gradient of the scatter of experts.
             print(f"{policy}: {str(problem).partition(': %')[0]}", file=sys.stderr, flush=True)
             continue
-        needs, work = executable.memory_analysis(), account_of(parse_hlo(executable.as_text())).total
-        memory = needs.argument_size_in_bytes + needs.temp_size_in_bytes
-        memory += needs.output_size_in_bytes - needs.alias_size_in_bytes + needs.generated_code_size_in_bytes
+        work = account_of(parse_hlo(executable.as_text())).total
         form = f"{policy}, lax.scan" if in_loop else policy
-        found.append(InJax(form, memory, work.bytes, work.flops, work.cycles))
+        found.append(InJax(form, memory_of(executable), work.bytes, work.flops, work.cycles))
     return tuple(found)
+
+
+def memory_of(executable: Any) -> int:
+    """Bytes that a compiled function of JAX needs on its device."""
+    needs = executable.memory_analysis()
+    memory = needs.argument_size_in_bytes + needs.temp_size_in_bytes
+    return memory + needs.output_size_in_bytes - needs.alias_size_in_bytes + needs.generated_code_size_in_bytes
 
 
 def row(name: str, target: str, calls: Any, share: int, beside: bool, is_open: bool) -> list[str]:

@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import config, distributed, xla_bridge
 from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
@@ -37,6 +38,65 @@ def warn_if_untested() -> None:
             f"This is JAX {jax.__version__}; popxl has been tested with versions up to {tested}. If something fails "
             f"in JAX, `pip install 'jax=={tested}.*'` brings one that was tested."
         )
+
+
+# cuDNN's attention ---------------------------------------------------------------------------------------------------
+
+
+def cudnn_version() -> int:
+    """Version of cuDNN in this process, such as 91002; 0 without it."""
+    from jax._src.lib import cuda_versions
+
+    return 0 if cuda_versions is None else int(cuda_versions.cudnn_get_version())
+
+
+def cudnn_attention(queries: Any, keys: Any, values: Any, causal: bool, scale: float) -> tuple[Any, Any]:
+    """Attention by cuDNN's kernel: results, and log-sum-exp of the scores in float32.
+
+    `jax.nn.dot_product_attention` rounds the latter to the dtype of the queries, and has no gradient without computing
+    the results again.
+
+    Args:
+        queries, keys, values: float16 or bfloat16, of shape (batch, heads, length, channels).
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    settings = _cudnn_settings(causal, scale) | {"is_training": True}
+    out, logs = cudnn._dot_product_attention_fwd_impl(queries, keys, values, *_no_operands(queries), **settings)
+    return out, logs
+
+
+def cudnn_attention_gradients(
+    g: Any, queries: Any, keys: Any, values: Any, out: Any, logs: Any, causal: bool, scale: float
+) -> tuple[Any, Any, Any]:
+    """Gradients of queries, keys and values by cuDNN's kernel.
+
+    Args:
+        g: gradient of `out`.
+        queries, keys, values: as for `cudnn_attention`.
+        out, logs: its results.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    dq, dk, dv = cudnn._dot_product_attention_bwd_impl(
+        *(queries, keys, values, *_no_operands(queries), logs, out, g), **_cudnn_settings(causal, scale)
+    )
+    return dq, dk, dv
+
+
+def _no_operands(queries: Any) -> list[Any]:
+    """Empty arrays in place of a bias, lengths and offsets of padded texts, and tables of pages."""
+    return [jnp.zeros(0, queries.dtype)] * 7
+
+
+def _cudnn_settings(causal: bool, scale: float) -> dict[str, Any]:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    return {
+        **{"scale": scale, "seed": 0, "dropout_rate": 0.0, "variadic_args": (False, False), "mask_type": mask},
+        **{"layout": cudnn.AttentionLayout.BNTH.value, "sliding_window_length": None},
+    }
 
 
 # Processes ------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from runtime.lowering.collectives import devices_meet, group_of
 from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment, Results
 from runtime.lowering.packed_arrays import PackedSlot, load
-from runtime.lowering.platform_hooks import PlatformHooks, hooks_for
+from runtime.lowering.platform_hooks import PlatformHooks, hooks_for, hooks_for_local
 from runtime.lowering.registry import LOWERINGS
 from runtime.lowering.rerolled_loops import ProgramOrder, RerolledLoop, lower_rerolled, pack_together
 from runtime.lowering.scopes import of_graph, of_op
@@ -82,8 +82,11 @@ class Lowering:
 
     @cached_property
     def hooks(self) -> PlatformHooks:
-        """Hooks of the target platform."""
-        return hooks_for(self.replicas.platform)
+        """Hooks of the target platform, or of the local device."""
+        device = self.replicas.device
+        if device is None or not self.replicas.is_here:
+            return hooks_for(self.replicas.platform)
+        return hooks_for_local(device)
 
     @property
     def is_vmapped(self) -> bool:

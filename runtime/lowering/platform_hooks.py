@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from popxl.base.arrays import Array
@@ -101,3 +102,14 @@ def hooks_for(platform: str) -> PlatformHooks:
 
         return PlatformHooks(gpu_overrides.OVERRIDES)
     return PlatformHooks()
+
+
+@cache
+def hooks_for_local(device: jax.Device) -> PlatformHooks:
+    """The hooks for a device of this machine: those of its platform, with kernels of libraries that are only here."""
+    hooks = hooks_for(device.platform)
+    if device.platform != "gpu":
+        return hooks
+    from runtime.gpu import attention
+
+    return replace(hooks, overrides={**hooks.overrides, **attention.overrides(device)})

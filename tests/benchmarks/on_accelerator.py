@@ -377,13 +377,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Steps of training on the accelerator of this machine.")
     known = rows()
     parser.add_argument("--groups", nargs="+", choices=known, default=list(known))
-    parser.add_argument("--only", default="", help="rows whose names have this text")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="rows whose names have one of these")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--processes", type=int, default=5, help="how many compile at a time")
     parser.add_argument("--unkept", action="store_true", help="compile once, and measure at the same time")
     parser.add_argument("--into", type=Path, metavar="FILE", help="keeps the rows")
     given = parser.parse_args(arguments)
-    asked = [(g, i) for g in given.groups for i, row in enumerate(known[g]) if given.only in f"{row[0]}, {row[1]}"]
+    named = [(g, i, f"{row[0]}, {row[1]}") for g in given.groups for i, row in enumerate(known[g])]
+    asked = [(g, i) for g, i, name in named if any(text in name for text in given.only)]
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     print(f"popxl {VERSION}, jax {jax.__version__}", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, Colocated, ShardingRule
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL
-from popxl.ops.float8 import SCALE, as_factor, pow2
+from popxl.ops.float8 import SCALE, as_convolved, pow2
 from popxl.ops.kernels.convolutions import convolved, transposed, weights_gradient
 from popxl.ops.windows import PAD_TYPES, Windows, halves, windows_over
 from popxl.values.shapes import of_shape
@@ -78,7 +78,7 @@ def _declared(
     """Declare a float convolution and its scaled float8 version."""
 
     def pow2scaled(t: Any, weight: Any, log2_scale: Any, **attributes: Any) -> Any:
-        return lowering(as_factor(t), as_factor(weight), **attributes) * pow2(log2_scale)
+        return lowering(as_convolved(t), as_convolved(weight), **attributes) * pow2(log2_scale)
 
     def spec(t: Any, weight: Any, **attributes: Any) -> TensorSpec:
         return TensorSpec(shape(t, weight, scaled=False, **attributes), t.dtype)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from jax import lax
 
 from popxl.ops.attention import attended_backward_anew, attention_backward
+from popxl.ops.float8 import as_convolved
 from popxl.ops.kernels import convolutions, products
 from popxl.ops.kernels.elements import full_after, recompute
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
@@ -20,10 +21,12 @@ OVERRIDES: Mapping[Kernel, KernelImpl] = {
     attention_backward: attended_backward_anew,
     **products.OF_HALVES,
     convolutions.convolved: convolutions.convolved_halves,
+    as_convolved: lambda t: lax.optimization_barrier(as_convolved.plain(t)),
     recompute: lax.optimization_barrier,
     full_after: loop_buffers.full_after,
     exponentials: of_sums.exponentials,
     softmax_gradient: of_sums.softmax_gradient,
 }
 """Gradients behind a barrier: without one, XLA would keep the tanh or erf of each element from the forward pass on, in
-float32. Rooms that are written when they are needed. And sums along rows, in a form that XLA makes one kernel of."""
+float32. Buffers that are written when they are needed. Float8 decoded before a convolution: XLA hands it to cuDNN else,
+which has none of these formats. And sums along rows, in a form that XLA makes one kernel of."""

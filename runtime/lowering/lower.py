@@ -33,6 +33,7 @@ from popxl.graph import Graph
 from popxl.ops.kernels.kernel import overriding_kernels
 from popxl.ops.kernels.rounding import round_stochastically
 from popxl.ops.kernels.words import fold_in
+from popxl.ops.memory import offloads
 from popxl.ops.precision import is_half, widen
 from popxl.options import SessionOptions
 from runtime.lowering import availability, control_flow, host_ops  # noqa: F401  # they register what ops do
@@ -60,8 +61,8 @@ class Lowering:
         keep_calls: whether calls of graphs with several call sites are noinline.
         replicas: the replicas of the program; the program of one replica is lowered.
         scheduling: the schedule of each graph: ops, or rerolled loops.
-        in_order: whether prints of a single replica are ordered. JAX (0.10.2) cannot lower ordered effects along with
-            results in host memory.
+        in_order: whether prints of a single replica are ordered, unless something is offloaded. JAX (0.10.2 to 0.12)
+            cannot lower ordered effects along with results or copies in host memory.
     """
 
     def __init__(
@@ -73,11 +74,14 @@ class Lowering:
         scheduling: ProgramOrder = ProgramOrder(),  # noqa: B008  # it has no state
         in_order: bool = True,
     ) -> None:
+        ops = tuple(ops)
+        call_sites = _call_sites(ops)
+        copies_to_host = not replicas.is_cpu and any(offloads(each) for each in (ops, *(g.ops for g in call_sites)))
         self.replicas = replicas
         self.scheduling = scheduling
-        self.prints_in_order = in_order and replicas.count == 1  # JAX: of one device
+        self.prints_in_order = in_order and not copies_to_host and replicas.count == 1  # JAX: of one device
         self._options = options
-        self._noinline = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
+        self._noinline = {graph for graph, sites in call_sites.items() if keep_calls and sites > 1}
         self._functions = cache(self._noinline_function)
 
     @cached_property

@@ -19,6 +19,7 @@ from popxl.program.rule_graph import RuleGraph, rule_graph
 from runtime.lowering.channels import FAILURE, Channels
 from runtime.lowering.context import Context
 from runtime.lowering.lower import Lowering, cast_to_declared
+from runtime.lowering.platform_hooks import PlatformHooks
 
 
 def _op_function(op: Op) -> Callable[..., Any]:
@@ -78,12 +79,21 @@ def _no_tangent(value: Array) -> Array:
     return jnp.zeros_like(value) if jnp.issubdtype(value.dtype, jnp.inexact) else np.zeros(value.shape, jax.float0)
 
 
+class _PlainLowering(Lowering):
+    """Lowering with plain kernels, for JAX to transpose.
+
+    Those of GPUs have barriers, behind which JAX takes everything for linear in a gradient that goes through them.
+    """
+
+    hooks = PlatformHooks()
+
+
 def _pull_back(
     rules: RuleGraph, op: Op, operands: Sequence[Array], results: Sequence[Array], gs: Sequence[Array]
 ) -> tuple[Array, ...]:
     """Apply gradient rules. Returns operand gradients in operand shapes and dtypes."""
     known = dict(zip((*op.inputs, *op.outputs), (*operands, *results), strict=True))  # one tensor may be two operands
-    lowering = Lowering(rules.graph.ops, op.graph.ir.options)
+    lowering = _PlainLowering(rules.graph.ops, op.graph.ir.options)
     channels = Channels({FAILURE: (jnp.asarray(FAILURE.start), 0)})
     outputs = lowering.lower_call(rules.graph, [*known.values(), *gs], Context(channels)).outputs
     return tuple(_unbroadcast(gradient, operands[i]) for i, gradient in zip(rules.wanted, outputs, strict=True))

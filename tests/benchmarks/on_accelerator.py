@@ -4,10 +4,10 @@
 
 Programs are those whose costs compilers tell without the machine: `tests.targets.steps`, with `tests.targets.
 llama_in_jax` beside them; `tests.targets.memory_budgets`, with the policies of JAX; models of PyTorch by `poptorch`,
-with PyTorch itself. Each row has a process of its own. All are compiled first, some at a time; then one is measured at
-a time, with what XLA keeps of the first time. A step begins with numbers of the host, and ends with the loss there.
-The table has the median of the steps after three others, the most memory that was in use, the memory as compiled, and
-the estimate by published figures.
+with PyTorch itself. Each row has a process of its own. All compile at the same time, and are measured one after the
+other when the last one has compiled. A step begins with numbers of the host, and ends with the loss there. The table
+has the median of the steps after three others, the most memory that was in use, the memory as compiled, and the
+estimate by published figures.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -96,9 +97,10 @@ def of_session(session: popxl.Session, below: int) -> Step:
 def of_jax(step: Callable[..., Any], state: Any, fed: Any, below: int, fill: Callable[[Any], Any]) -> Step:
     """A step in plain JAX: `step(state, fed)`, of types; the state is filled as it starts."""
     executable = jax.jit(step, donate_argnums=0).lower(state, fed).compile()
+    first, given = fill(state), numbers(fed.shape, fed.dtype, below)
 
     def start() -> Callable[[], float]:
-        held, given = fill(state), numbers(fed.shape, fed.dtype, below)
+        held = jax.device_put(first)
 
         def one() -> float:
             nonlocal held
@@ -115,7 +117,7 @@ def filled(types: Any, scale: float = 0.02) -> Any:
 
     def array(of: Any) -> Any:
         drawn = np.random.default_rng(0).standard_normal(min(of.size, 1 << 20), np.float32) * scale
-        return jnp.asarray(np.resize(drawn, of.shape) if of.ndim > 1 else np.ones(of.shape), of.dtype)
+        return (np.resize(drawn, of.shape) if of.ndim > 1 else np.ones(of.shape)).astype(of.dtype)
 
     return jax.tree.map(array, types)
 
@@ -138,7 +140,7 @@ def llama_of_jax(sizes: Sizes, way: str) -> Step:
     step, state = llama_in_jax.step(sizes.config, way, rows), llama_in_jax.state(sizes.config, way)
 
     def fill(state: Any) -> Any:
-        return filled(state[0]), jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), state[1])
+        return filled(state[0]), jax.tree.map(lambda t: np.zeros(t.shape, t.dtype), state[1])
 
     return of_jax(step, state, fed, sizes.vocabulary, fill)
 
@@ -324,26 +326,51 @@ def most_memory() -> int:
     return max(of_jax, torch.cuda.max_memory_allocated() if torch and torch.cuda.is_available() else 0)
 
 
-def work(group: str, number: int, steps: int, lock: str) -> tuple[list[str], str]:
-    """A row's other cells, in a process of its own, and what else is to be said. No steps: it is compiled alone."""
+class Turns(NamedTuple):
+    """When a row may be measured: alone, after all have compiled.
+
+    Attributes:
+        folder: has a file for each row that has.
+        count: how many rows there are.
+        end: time after which no others are waited for.
+    """
+
+    folder: str
+    count: int
+    end: float
+
+    def compiled(self, row: str) -> None:
+        """Say that a row has compiled, or will not."""
+        Path(self.folder, row).touch()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for the others, and have the machine alone."""
+        while len(os.listdir(self.folder)) < self.count and time.time() < self.end:
+            time.sleep(0.1)
+        with open(f"{self.folder}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def work(group: str, number: int, steps: int, turns: Turns) -> tuple[list[str], str]:
+    """A row's other cells, in a process of its own, and what else is to be said."""
     begun = time.perf_counter()
     try:
         made = rows()[group][number][2]()
         compiled = time.perf_counter() - begun
-        if not steps:
-            return [], f"{compiled:.0f} s"
-        with open(lock, "w") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
+        turns.compiled(f"{group}-{number}")
+        with turns.turn():
             found = timed(made.start(), steps)
     except Exception as problem:  # a row that cannot be made says so, and the others go on
-        trace = "".join(traceback.format_exception(problem)[-6:])
-        return [f"{type(problem).__name__}", *"––––"], trace[:6000]
+        turns.compiled(f"{group}-{number}")
+        return [f"{type(problem).__name__}", *"––––"], "".join(traceback.format_exception(problem)[-6:])
     estimate = "–" if made.estimate is None else f"{made.estimate * 1e3:.1f}"
     memory = f"{made.memory / 1e6:.0f}" if made.memory else "–"
     losses = f"{found.losses[0]:.5g}, {found.losses[-1]:.5g}"
     lowest, median = np.min(found.seconds), np.median(found.seconds)
     cells = [f"{median * 1e3:.2f}", f"{found.most / 1e6:.0f}", memory, estimate, losses]
-    return cells, f"{compiled:.0f} s, at least {lowest * 1e3:.2f} ms"
+    return cells, f"compiled in {compiled:.0f} s; a step took at least {lowest * 1e3:.2f} ms"
 
 
 def timed(step: Callable[[], float], steps: int) -> Measured:
@@ -357,18 +384,19 @@ def timed(step: Callable[[], float], steps: int) -> Measured:
     return Measured(seconds, most_memory(), losses)
 
 
-def all_of(asked: Iterable[tuple[str, int]], steps: int, lock: str, processes: int) -> dict[tuple[str, int], Any]:
-    """What becomes of rows, in so many processes."""
-    found: dict[tuple[str, int], Any] = {}
-    with ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1) as pool:
-        futures: dict[Future[Any], tuple[str, int]] = {pool.submit(work, *row, steps, lock): row for row in asked}
+def all_of(asked: Sequence[tuple[str, int]], steps: int, limit: float) -> dict[tuple[str, int], list[str]]:
+    """The cells of rows, each from a process of its own. After so many seconds, no row is waited for."""
+    found: dict[tuple[str, int], list[str]] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(len(asked), get_context("spawn"), max_tasks_per_child=1) as pool,
+    ):
+        turns = Turns(folder, len(asked), time.time() + limit)
+        futures: dict[Future[Any], tuple[str, int]] = {pool.submit(work, *row, steps, turns): row for row in asked}
         for future in as_completed(futures):
             row = futures[future]
-            try:
-                found[row] = future.result()
-            except Exception as problem:  # its process was killed
-                found[row] = [type(problem).__name__, *"––––"], str(problem)
-            print(*rows()[row[0]][row[1]][:2], found[row], file=sys.stderr, flush=True)
+            found[row], said = future.result()
+            print(*rows()[row[0]][row[1]][:2], found[row], said, file=sys.stderr, flush=True)
     return found
 
 
@@ -379,24 +407,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--groups", nargs="+", choices=known, default=list(known))
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="rows whose names have one of these")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--processes", type=int, default=5, help="how many compile at a time")
-    parser.add_argument("--unkept", action="store_true", help="compile once, and measure at the same time")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds after which no row is waited for")
     parser.add_argument("--into", type=Path, metavar="FILE", help="keeps the rows")
     given = parser.parse_args(arguments)
     named = [(g, i, f"{row[0]}, {row[1]}") for g in given.groups for i, row in enumerate(known[g])]
     asked = [(g, i) for g, i, name in named if any(text in name for text in given.only)]
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     print(f"popxl {VERSION}, jax {jax.__version__}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        if not given.unkept:
-            os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
-            os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-            all_of(asked, 0, "", given.processes)
-        found = all_of(asked, given.steps, str(Path(folder) / "lock"), given.processes)
+    found = all_of(asked, given.steps, given.limit)
     table = Table(HEAD, given.into)
     for group, number in asked:
         program, way, _ = known[group][number]
-        table.add((program, way), lambda cells=found[group, number][0]: cells)
+        table.add((program, way), lambda cells=found[group, number]: cells)
 
 
 if __name__ == "__main__":

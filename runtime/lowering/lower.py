@@ -76,7 +76,7 @@ class Lowering:
     ) -> None:
         ops = tuple(ops)
         call_sites = _call_sites(ops)
-        copies_to_host = not replicas.is_cpu and any(offloads(each) for each in (ops, *(g.ops for g in call_sites)))
+        copies_to_host = any(offloads(each) for each in (ops, *(g.ops for g in call_sites))) and not replicas.is_cpu
         self.replicas = replicas
         self.scheduling = scheduling
         self.prints_in_order = in_order and not copies_to_host and replicas.count == 1  # JAX: of one device

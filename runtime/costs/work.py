@@ -236,6 +236,8 @@ def _sized_product(instruction: Instruction, operands: list[Shape], result: Shap
         batch, columns = 1, result.dimensions[re.split("[_>-]+", instruction.attribute("dim_labels"))[2].index("f")]
         rows = result.elements // max(1, columns)
         depth = flops // max(1, 2 * result.elements)
+    elif "fmha" in target:
+        return _of_library_attention(instruction, operands[0], operands[1])
     elif "conv" in target and len(operands) > 1:
         flops, columns = _of_library_convolution(instruction, operands, result)
         batch, rows = 1, result.elements // max(1, columns)
@@ -243,6 +245,20 @@ def _sized_product(instruction: Instruction, operands: list[Shape], result: Shap
     else:
         return None
     return SizedProduct(_product(operands[0], instruction), flops, batch, rows, columns, depth)
+
+
+def _of_library_attention(instruction: Instruction, queries: Shape, keys: Shape) -> SizedProduct:
+    """Products of cuDNN's attention, as one: of scores and results, or of scores anew and four gradients.
+
+    Operands have the shape (batch, heads, length, channels). Kernels leave out blocks that a causal mask hides.
+    """
+    batch, heads, rows, depth = queries.dimensions
+    columns = keys.dimensions[2]
+    is_causal = re.search(r'"mask_type": ?"CAUSAL"', instruction.text)
+    pairs = sum(min(i + 1, columns) for i in range(rows)) if is_causal else rows * columns
+    products = 5 if instruction.target.endswith("Backward") else 2
+    flops = 2 * products * batch * heads * pairs * depth
+    return SizedProduct(_product(queries, instruction), flops, batch * heads, rows, columns, depth)
 
 
 def _dimensions_of_library(instruction: Instruction, name: str) -> tuple[int, ...]:
@@ -334,9 +350,11 @@ def _traffic(instruction: Instruction) -> Iterator[tuple[int, int]]:
         yield results[0].memory, results[0].bytes
     elif instruction.opcode.endswith("-start"):
         yield 0, _exchanged_bytes(instruction)
-    else:  # for library calls, the first result: the others are workspaces of any size
+    else:  # of library calls, other results of bytes are workspaces of any size
         is_of_library = instruction.kind == "custom-call" and re.search("cublas|cudnn", instruction.target)
-        yield from ((shape.memory, shape.bytes) for shape in (results[:1] if is_of_library else results))
+        for i, shape in enumerate(results):
+            if not (i and is_of_library and shape.dtype in ("s8", "u8")):
+                yield shape.memory, shape.bytes
 
 
 def _bytes_read(parameter: Instruction) -> int:

@@ -10,6 +10,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
+from runtime.costs.hlo import parse_hlo
 from tests.popxl.random_programs.elsewhere import check, program
 
 pytestmark = pytest.mark.targets
@@ -79,6 +80,33 @@ def test_prints(replicas, target):
         buffer = popxl.remote_buffer((3, 5), F32)
         ops.remote_store(buffer, 0, ops.print_tensor(t + ops.remote_load(buffer, 0), "t"))
     assert re.search(r"is_host_transfer=true|xla_ffi_python_gpu_callback", hlo(ir, target))
+
+
+@pytest.mark.parametrize("target", [V5E, "gpu h100"])
+def test_prints_beside_offloading(target):
+    """JAX cannot order prints in a program that copies to the host."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(np.ones((3, 5)), F32)
+        y = ops.offload(x + 1)
+        kept(ops.print_tensor(x, "x") + ops.reload(y))
+    assert re.search(r"is_host_transfer=true|xla_ffi_python_gpu_callback", hlo(ir, target))
+
+
+def test_float8_is_decoded_before_it_is_convolved():
+    """cuDNN has no kernels for these formats, and XLA gives it such operands all the same."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        images, kernels = (
+            ops.host_load(popxl.h2d_stream(shape, popxl.float8_143)) for shape in ((1, 2, 3, 4), (3, 2, 2, 2))
+        )
+        kept(ops.conv_pow2scaled(images, kernels, popxl.constant(0)))
+    module = parse_hlo(hlo(ir, "gpu h100"))
+    calls = [each for computation in module.computations.values() for each in computation.instructions.values()]
+    convolved = [each for each in calls if "__cudnn$conv" in each.text]
+    assert convolved and {shape.dtype for each in convolved for shapes in each.operand_shapes for shape in shapes} == {
+        "f16"
+    }
 
 
 @pytest.mark.parametrize("target", [V5E, H100])

@@ -82,6 +82,29 @@ ENTRY %main (a: f32[4,32,192], b: f32[4,32,64]) -> f32[4,192,64] {{
     assert total.bytes == 4 * 4 * (32 * 192 + 32 * 64 + 192 * 64)
 
 
+def test_attention_of_a_library_is_read() -> None:
+    """Its two and five products, of the pairs that a mask leaves, and what it works in."""
+    settings = 'backend_config={"cudnn_fmha_backend_config":{"mask_type": "CAUSAL"}}'
+    q, k, logs = "bf16[2,4,6,32]{3,2,1,0}", "bf16[2,2,6,32]{3,2,1,0}", "f32[2,4,6]{2,1,0}"
+    text = f"""HloModule step
+
+ENTRY %main (q: bf16[2,4,6,32], k: bf16[2,2,6,32]) -> bf16[2,4,6,32] {{
+  %q = {q} parameter(0)
+  %k = {k} parameter(1)
+  %f = ({q}, {logs}, u8[64]{{0}}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax", {settings}
+  %out = {q} get-tuple-element(%f), index=0
+  %logs = {logs} get-tuple-element(%f), index=1
+  %b = ({q}, {k}, {k}, u8[64]{{0}}) custom-call(%q, %k, %k, %logs, %out, %q), \
+custom_call_target="__cudnn$fmhaSoftmaxBackward", {settings}
+  ROOT %dq = {q} get-tuple-element(%b), index=0
+}}
+"""
+    total = account_of(parse_hlo(text)).total
+    pairs, of_q, of_k, of_logs = 6 * 7 // 2, 2 * 2 * 4 * 6 * 32, 2 * 2 * 2 * 6 * 32, 4 * 2 * 4 * 6
+    assert total.products == {Product("bfloat16", "default"): (2 + 5) * 2 * 2 * 4 * pairs * 32}
+    assert total.bytes == (2 * of_q + 2 * of_k + of_logs) + (4 * of_q + 4 * of_k + of_logs)
+
+
 def test_loops_count_as_often_as_they_turn() -> None:
     def function(x: Any, w: Any) -> Any:
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]

@@ -22,6 +22,7 @@ import popxl
 from popxl import ops
 from popxl.errors import PopxlError
 from popxl.transforms import autodiff
+from runtime.lowering import lower, platform_hooks
 from tests.popxl.evaluate import evaluate
 from tests.tolerances import assert_near
 
@@ -180,6 +181,19 @@ def test_autodiff_agrees_with_the_gradients_of_jax() -> None:
     assert_close(backward(*inputs), (dx, dw))
     assert_close(value, jax.jit(jax_network)(X, W))
     assert_close(jax.jit(f)(X, W), value)  # made before, it still has one output
+
+
+def test_gradients_of_jax_do_not_depend_on_the_kernels_of_a_platform(ir, monkeypatch) -> None:
+    """Kernels of attention for GPUs have barriers, which tie operands to what a gradient is linear in."""
+    with ir.main_graph:
+        x = popxl.TensorSpec((1, 2, 1024, 8), popxl.float32)
+        function = popxl.to_jax(ir.create_graph(lambda x: ops.attention(x, x, x, causal=True), x))
+    value = np.random.normal(size=(1, 2, 1024, 8)).astype(np.float32)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(function(x)))))
+    expected = gradient(value)
+    monkeypatch.setattr(lower, "hooks_for", lambda platform: platform_hooks.hooks_for("gpu"))
+    gradient.clear_cache()
+    np.testing.assert_allclose(gradient(value), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_repeat_and_conditional() -> None:

@@ -1,0 +1,131 @@
+"""Attention by cuDNN's kernels: what goes in and out of them, and what they leave to the plain implementation.
+
+Here are no GPUs: plain attention stands in for the kernels. That they are asked for as JAX does is seen in what is
+lowered for GPUs; their numbers are compared where there is one, by tests of `ops.attention` (docs/contributing.md).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from popxl.ops.attention import attention_backward, attention_forward
+from runtime import jax_private
+from runtime.gpu import attention
+
+HOW = {"causal": True, "scale": 0.3, "dropout": 0.0}
+
+
+def operands(queries: tuple[int, ...], keys: tuple[int, ...], dtype: Any = jnp.bfloat16) -> list[jax.Array]:
+    draw = np.random.default_rng(0).standard_normal
+    return [jnp.asarray(draw(shape), dtype) for shape in (queries, keys, keys)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the queries that the kernels are given."""
+    shapes: list[tuple[int, ...]] = []
+
+    def forward(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
+        shapes.append(q.shape)
+        out, logs = attention_forward.plain(q, k, v, None, None, causal=causal, scale=scale, dropout=0.0)
+        return out.astype(q.dtype), logs
+
+    def backward(g: Any, q: Any, k: Any, v: Any, out: Any, logs: Any, causal: bool, scale: float) -> Any:
+        shapes.append(q.shape)
+        how = {"causal": causal, "scale": scale, "dropout": 0.0, "is_part": True}
+        grads = attention_backward.plain(g, q, k, v, out, logs, None, None, **how)
+        return tuple(t.astype(q.dtype) for t in grads)
+
+    monkeypatch.setattr(jax_private, "cudnn_attention", forward)
+    monkeypatch.setattr(jax_private, "cudnn_attention_gradients", backward)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "given"),
+    [
+        ((2, 3, 5, 16), (2, 3, 7, 16), (2, 3, 5, 16)),
+        ((2, 6, 5, 16), (2, 3, 5, 16), (2, 6, 5, 16)),
+        ((3, 2, 4, 5, 8), (3, 2, 2, 5, 8), (6, 4, 5, 8)),
+        ((4, 5, 8), (4, 5, 8), (1, 4, 5, 8)),
+        ((5, 8), (7, 8), (1, 1, 5, 8)),
+    ],
+    ids=["heads", "shared keys", "several dimensions", "no batch", "no heads"],
+)
+def test_shapes(queries, keys, given, calls) -> None:
+    q, k, v = operands(queries, keys)
+    out, logs = attention.attention_forward(q, k, v, None, None, **HOW)
+    expected = attention_forward.plain(q, k, v, None, None, **HOW)
+    np.testing.assert_allclose(np.float32(out), np.float32(expected[0].astype(out.dtype)), rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(logs, expected[1], rtol=1e-5)
+    g = jnp.ones_like(out)
+    found = attention.attention_backward(g, q, k, v, out, logs, None, None, **HOW)
+    for dt, plain in zip(found, attention_backward.plain(g, q, k, v, out, logs, None, None, **HOW), strict=True):
+        np.testing.assert_allclose(np.float32(dt), np.float32(plain.astype(dt.dtype)), rtol=0.05, atol=0.05)
+    assert calls == [given, given]
+
+
+def test_replicas_on_one_device_are_a_larger_batch(calls) -> None:
+    """Also where some operands are the same for all."""
+    several, alone = operands((3, 2, 4, 5, 8), (3, 2, 4, 5, 8)), operands((2, 4, 5, 8), (2, 4, 5, 8))
+    forward = partial(attention.attention_forward, mask=None, seed=None, **HOW)
+    out, _ = jax.vmap(forward, (0, None, 0))(several[0], alone[1], several[2])
+    for i in range(3):
+        one, _ = forward(several[0][i], alone[1], several[2][i])
+        np.testing.assert_array_equal(np.float32(out[i]), np.float32(one))
+    assert calls[-4] == (6, 4, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "mask", "dropout"),
+    [
+        ((2, 5, 16), jnp.float32, None, 0.0),
+        ((2, 5, 16), jnp.bfloat16, np.ones((5, 5), bool), 0.0),
+        ((2, 5, 16), jnp.bfloat16, None, 0.5),
+        ((2, 5, 12), jnp.bfloat16, None, 0.0),
+        ((2, 5, 136), jnp.float16, None, 0.0),
+        ((2, 0, 16), jnp.bfloat16, None, 0.0),
+    ],
+    ids=["float32", "mask", "dropout", "channels", "many channels", "nothing"],
+)
+def test_what_has_no_kernel(shape, dtype, mask, dropout, calls) -> None:
+    q, k, v = operands(shape, shape, dtype)
+    how = HOW | {"dropout": dropout}
+    given = (None if mask is None else jnp.asarray(mask), jnp.asarray([1, 2], jnp.uint32))
+    out, logs = attention.attention_forward(q, k, v, *given, **how)
+    np.testing.assert_array_equal(out, attention_forward.plain(q, k, v, *given, **how)[0])
+    dq, _, _ = attention.attention_backward(out, q, k, v, out, logs, *given, **how)
+    assert dq.shape == q.shape and calls == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "found"),
+    [("9.0", 91002, True), ("8.0", 90000, True), ("7.5", 91002, False), ("9.0", 0, False), ("gfx942", 91002, False)],
+)
+def test_which_gpus(capability, version, found, monkeypatch) -> None:
+    monkeypatch.setattr(jax_private, "cudnn_version", lambda: version)
+    device: Any = SimpleNamespace(compute_capability=capability)
+    assert bool(attention.overrides(device)) is found
+    assert attention.overrides(SimpleNamespace()) == {}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_jax_asks_cudnn(replicas) -> None:
+    """For both kernels, with scores that a mask hides, on any number of replicas."""
+
+    def step(q: Any, k: Any, v: Any) -> Any:
+        out, logs = attention.attention_forward(q, k, v, None, None, **HOW)
+        return attention.attention_backward(out, q, k, v, out, logs, None, None, **HOW)
+
+    given = operands((replicas, 2, 4, 64, 32), (replicas, 2, 2, 64, 32))
+    text = jax.jit(jax.vmap(step)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert [len(re.findall(rf"fmhaSoftmax{kind}\W", text)) for kind in ("", "Backward")] == [1, 1]
+    assert text.count("CAUSAL") == 2 and f"tensor<{replicas * 2}x4x64x32xbf16>" in text

@@ -389,11 +389,10 @@ def attention(
     Blocks have at most 512 queries and 512 keys. So memory grows with the length of the text, not with its square; the
     gradient recomputes the scores. Sums are in float32. A query without keys gets zeros.
 
-    On TPUs, texts of float32 or bfloat16 whose lengths are multiples of 128 go through Pallas kernels, unless
-    there is a mask, dropout, or more than 256 channels. All else is computed in blocks of plain JAX, on GPUs as well:
-    programs may be compiled for GPUs that are elsewhere, and without cuDNN XLA does not know what cuDNN's kernel needs
-    (docs/targets.md). On a GPU that is here, an op of your own has that kernel:
-    ``popxl.OpKind("Fused", partial(jax.nn.dot_product_attention, implementation="cudnn"))``.
+    On TPUs, texts of float32 or bfloat16 whose lengths are multiples of 128 go through Pallas kernels, unless there is
+    a mask, dropout, or more than 256 channels. On NVIDIA GPUs of this machine, texts of float16 or bfloat16 go through
+    cuDNN's kernels, unless there is a mask, dropout, or more than 128 channels. All else is computed in blocks of plain
+    JAX: also for GPUs that are elsewhere, as XLA does not know what a kernel needs there (docs/targets.md).
 
     Args:
         queries: tensor of shape `(..., heads, length, channels)`, or without heads `(length, channels)`.

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from popxl_addons.transforms import PipelineSchedule
-from tests.benchmarks import curves, empty_run, language_model, page, run, schedules, variants, ways
+from tests.benchmarks import curves, empty_run, language_model, on_accelerator, page, run, schedules, variants, ways
 from tests.benchmarks.harness import OURS, Result, Row, Size, Target, measure, over, seconds, times
+from tests.targets.steps import Sizes
 
 
 @pytest.mark.parametrize(
@@ -246,3 +247,17 @@ def test_rivals_that_are_not_there_are_left_out():
 @pytest.mark.parametrize(("value", "text"), [(2.5, "2.5 s"), (0.0025, "2.5 ms"), (2.5e-6, "2.5 µs"), (-0.5, "-500 ms")])
 def test_seconds(value, text):
     assert seconds(value) == text
+
+
+def test_steps_on_the_accelerator():
+    """Here on CPUs: ours and those of JAX make steps, and lose."""
+    sizes = Sizes(2, 64, 2, 128, 128, 2, 32)
+    for made in (
+        on_accelerator.llama(sizes, "auto", "nothing"),
+        on_accelerator.llama_of_jax(sizes, "scan, checkpoint"),
+    ):
+        found = on_accelerator.timed(made.start(), 3)
+        assert made.memory > 0 and len(found.seconds) == 3
+        assert 1 < found.losses[-1] < found.losses[0]
+    known = on_accelerator.rows()
+    assert all(len({row[:2] for row in rows}) == len(rows) for rows in known.values())

@@ -149,6 +149,7 @@ class Chain(addons.Module):
         return ops.mean(x * x)
 
 
+@pytest.mark.here
 def test_a_model_without_layers_recomputes_in_sections() -> None:
     """Each right before it is read: a section is in memory at a time, beside the activations that are kept."""
     everything = trained("everything", Chain)
@@ -418,6 +419,7 @@ def jax_loss(up: Any, down: Any, x: Any) -> Any:
     return jnp.mean(jax.lax.scan(lambda x, w: (block(x, *w), None), x, (up, down))[0] ** 2)
 
 
+@pytest.mark.here
 def test_a_function_of_jax_comes_back_with_a_plan() -> None:
     """As a function whose gradient is JAX's, and which recomputes as planned."""
     rng = np.random.default_rng(1)

@@ -190,6 +190,7 @@ def test_the_attention_of_jax_as_an_op_is_the_same() -> None:
     np.testing.assert_allclose(dx, other_dx, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.here
 @pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("length", [64, 700])
 @pytest.mark.parametrize(("masked", "dropout"), [(False, 0.0), (True, 0.3)], ids=["plain", "masked and dropped"])
@@ -243,6 +244,7 @@ def test_what_is_kept_of_a_layer_is_what_the_program_says(dtype: popxl.dtype, ta
 # The kernel of TPUs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.here
 @pytest.mark.thorough(but_each=8)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [(768, 256), (256, 768)])

@@ -66,6 +66,7 @@ def _whatever_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "LITTLE_WORK", 0)
 
 
+@pytest.mark.here
 @pytest.mark.parametrize("name", FORMS)
 def test_which_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA's is there besides, for other devices than CPUs."""

@@ -72,6 +72,7 @@ def test_share_of_what_is_dropped(p) -> None:
         assert (mask == 0).mean() == pytest.approx(p, abs=5 * (p * (1 - p) / mask.size) ** 0.5)
 
 
+@pytest.mark.here
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_what_is_kept_is_the_rounded_quotient(dtype) -> None:
     """Bit for bit, for any ratio; dropping is exact, too: of infinities and NaN, and without a negative zero."""

@@ -144,7 +144,8 @@ def _run(arguments: Sequence[str]) -> int:
             budget = bytes_of(options.budget, "--budget")
         except ValueError as problem:
             return fail(f"plan: {problem}", 2)
-        return plan(CommandArgs(file, options.args, pages=options.pages, target=target), budget, saved)
+        asked = CommandArgs(file, options.args, pages=options.pages, target=target)
+        return plan(asked, budget, saved, options.compilations)
     run = {"show": show, "check": check_program, "report": report, "tune": tune}[options.command]
     folders = (options.pictures, options.pages, options.costs)
     return run(CommandArgs(file, options.args, *folders, target, function, **of_check))
@@ -156,7 +157,8 @@ def _options_of_plan(arguments: Sequence[str]) -> Sequence[str]:
     if arguments[:1] != ["plan"] or not file or any(each.startswith("--budget") for each in arguments[:file]):
         return arguments
     end = file + 1
-    while end < len(arguments) and arguments[end].partition("=")[0] in ("--target", "--budget", "--save", "--pages"):
+    own = ("--target", "--budget", "--save", "--pages", "--compilations")
+    while end < len(arguments) and arguments[end].partition("=")[0] in own:
         end += 1 if "=" in arguments[end] else 2
     return ["plan", *arguments[file + 1 : end], *arguments[1 : file + 1], *arguments[end:]]
 
@@ -213,6 +215,8 @@ def _parser() -> argparse.ArgumentParser:
         if name == "plan":
             command.add_argument("--budget", required=True, help="memory of a device, such as 40GB")
             command.add_argument("--save", type=Path, metavar="PLAN.json", help="file for the plan, as JSON")
+            most = "most compilations, 3 by default: with more, the plan uses more of the budget"
+            command.add_argument("--compilations", type=int, default=3, metavar="COUNT", help=most)
         _takes_program(command)
     command = commands.add_parser("diff", help=_summary(_DIFF), description=_DIFF, allow_abbrev=False)
     command.add_argument("--target", metavar="MACHINE", help=f"compile programs for this machine: {FORMS}")

@@ -272,7 +272,7 @@ def tune(asked: CommandArgs) -> int:
     return 130 if not found.is_complete else 0 if found.best is not None else 1
 
 
-def plan(asked: CommandArgs, budget: int, save: Path | None) -> int:
+def plan(asked: CommandArgs, budget: int, save: Path | None, compilations: int) -> int:
     """Plan the activations that the training step of a program keeps within a budget; print the plan, and its costs.
 
     Returns:
@@ -289,7 +289,7 @@ def plan(asked: CommandArgs, budget: int, save: Path | None) -> int:
         return planned_program(machine.programs, open_memory)
 
     try:
-        found = plan_within(compiled, budget, _print_progress)
+        found = plan_within(compiled, budget, _print_progress, compilations)
     except (PopxlError, ValueError) as problem:
         return fail(f"plan: {problem}", 1)
     print(found)

@@ -24,13 +24,14 @@ def plan_memory(
     budget: str | int,
     target: str | popxl.Target | None = None,
     told: Callable[[str], object] = lambda line: None,
+    compilations: int = 3,
 ) -> BudgetedPlan:
     """A memory plan with which a program fits into a budget of device memory, and takes least time.
 
     The plan comes from one integer program over the activations of the graphs that the model calls: sizes, operations
     and bytes are those of the graphs, times those that the published figures of the target give. The program is then
     compiled, and the plan corrected by the memory that the compiler says: three compilations at most, the first with
-    everything kept, and a fourth for the smallest plan if none of these fits. Nothing is run.
+    everything kept, and a further one for the smallest plan if none of these fits. Nothing is run.
 
     Args:
         build: builds the program with the memory plan or policy that it is given, as `train_step(memory=…)` and
@@ -38,6 +39,8 @@ def plan_memory(
         budget: memory of a device for the program, including its variables: text such as `"14 GB"`, or bytes.
         target: the machine, which need not be here, such as `"gpu h100"`; by default the devices of this host.
         told: function called with a line after each compilation.
+        compilations: most compilations, 2 or more. With more of them the plan uses more of the budget, where the memory
+            as compiled does not grow evenly with what is kept.
 
     Returns:
         The plan, the memory and cost of the compiled program, and those of the program with everything kept. `print`
@@ -46,8 +49,8 @@ def plan_memory(
     Raises:
         TypeError: if `build` returns no Ir, if it or `told` is no function, or for a budget that is neither text nor an
             integer.
-        ValueError: for a budget without a known unit, or not above zero; if `build` plans no memory, or that of several
-            models.
+        ValueError: for a budget without a known unit, or not above zero; for fewer than 2 compilations; if `build`
+            plans no memory, or that of several models.
         PopxlError: if no plan within the budget is found; the message has the smallest, and its largest values.
 
     Example:
@@ -71,6 +74,7 @@ def plan_memory(
         raise TypeError(f"plan_memory: `build` is {build!r}; expected a function of a memory plan that returns an Ir.")
     if not callable(told):
         raise TypeError(f"plan_memory: `told` is {told!r}; expected a function of a line of text, such as `print`.")
+    check_type(compilations, int, "plan_memory: `compilations`", "a whole number")
     size = bytes_of(budget, "plan_memory: `budget`")
 
     def compiled(request: MemoryRequest) -> Compiled:
@@ -80,7 +84,7 @@ def plan_memory(
             session = popxl.Session(ir, "ipu_hw" if target is None else target)
         return compiled_program(ir, session.program, requested)
 
-    return plan_within(compiled, size, told)
+    return plan_within(compiled, size, told, compilations)
 
 
 def is_budget(memory: Any) -> TypeGuard[str | int]:

@@ -16,7 +16,7 @@ from runtime.costs.cost import Cost
 from runtime.memory_plans.compiled import IN_ONE_PIECE, Compiled, Division
 from runtime.memory_plans.division import ESTIMATE_SHARE, DivisionEstimate
 from runtime.memory_plans.refusal import refusal
-from runtime.memory_plans.search import PlanSearch
+from runtime.memory_plans.search import COMPILATIONS, PlanSearch
 from runtime.progress import reporting
 
 _NEARLY = 1.3
@@ -100,7 +100,10 @@ class BudgetedPlan(OnPage):
 
 
 def plan_within(
-    compiled: Callable[[MemoryRequest], Compiled], budget: int, told: Callable[[str], object]
+    compiled: Callable[[MemoryRequest], Compiled],
+    budget: int,
+    told: Callable[[str], object],
+    compilations: int = COMPILATIONS,
 ) -> BudgetedPlan:
     """Find a plan whose compiled program needs no more than a budget, and adds least time by published figures.
 
@@ -110,18 +113,25 @@ def plan_within(
     Args:
         compiled: function that builds a program as requested, and compiles it.
         told: function called with a line after each compilation.
+        compilations: how often the program is compiled at most, for each division.
 
     Raises:
+        ValueError: for fewer than two compilations.
         PopxlError: if no plan found is within the budget; the message has the smallest, and its largest values.
     """
-    whole = search = PlanSearch(compiled, budget)
+    if compilations < 2:
+        raise ValueError(
+            f"plan_memory: `compilations` is {compilations}; expected 2 or more: one with everything kept, and others "
+            "with plans."
+        )
+    whole = search = PlanSearch(compiled, budget, compilations=compilations)
     with reporting(told):
         search.try_everything()
         first, tried = search.everything, [search]
         for division in _order(first, budget) if not search.is_done else ():
             search = whole
             if division != whole.division:
-                search = PlanSearch(compiled, budget, division)
+                search = PlanSearch(compiled, budget, division, compilations)
                 search.try_everything()
                 tried.append(search)
             search.try_plans()

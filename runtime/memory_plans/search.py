@@ -14,7 +14,8 @@ from runtime.memory_plans.solver import Release, Solution, keep_all, least_secon
 from runtime.progress import report, stage
 
 COMPILATIONS = 3
-"""How often a program is compiled at most: with everything kept, with the plan, and with the corrected plan."""
+"""How often a program is compiled at most by default: with everything kept, with the plan, and with the corrected plan.
+"""
 
 _AIM = 0.95
 """Share of the budget that a plan aims at after a plan above the budget."""
@@ -32,12 +33,18 @@ class PlanSearch:
     Args:
         compiled: function that builds a program as requested, and compiles it.
         division: what the program does besides.
+        compilations: how often it is compiled at most; once more for the smallest plan, if none fits.
     """
 
     def __init__(
-        self, compiled: Callable[[MemoryRequest], Compiled], budget: int, division: Division = IN_ONE_PIECE
+        self,
+        compiled: Callable[[MemoryRequest], Compiled],
+        budget: int,
+        division: Division = IN_ONE_PIECE,
+        compilations: int = COMPILATIONS,
     ) -> None:
         self._compile_with, self._budget, self.division = compiled, budget, division
+        self._compilations = compilations
         self._besides = "" if division == IN_ONE_PIECE else f", {division}"
         self._title = f"Memory plan within {bytes_text(budget)}{self._besides}"
         self.tried: list[tuple[Solution, Compiled]] = []
@@ -76,7 +83,7 @@ class PlanSearch:
 
     def try_plans(self) -> None:
         """Compile plans until one uses the budget; the smallest plan if none fits."""
-        while not self.is_done and len(self.tried) < COMPILATIONS and any(map(self._try, self._limits())):
+        while not self.is_done and len(self.tried) < self._compilations and any(map(self._try, self._limits())):
             pass
         if not self.fitting:
             self._try(None)
@@ -114,7 +121,7 @@ class PlanSearch:
     def _compile(self, memory: Any) -> Compiled:
         number = len(self.tried) + 1
         before = f", {bytes_text(self.tried[-1][1].memory.device)} the last time" if self.tried else ""
-        last = f"of at most {COMPILATIONS}" if number <= COMPILATIONS else "with the smallest plan"
+        last = f"of at most {self._compilations}" if number <= self._compilations else "with the smallest plan"
         with stage(f"{self._title}: program {number} {last}{before}"):
             return self._compile_with(MemoryRequest(memory, *self.division))
 

@@ -21,6 +21,7 @@ import popxl_addons as addons
 from popxl import ops
 from popxl.__main__ import main
 from popxl.extend.memory import (
+    BudgetedPlan,
     Compiled,
     Division,
     GraphNeeds,
@@ -155,6 +156,18 @@ def test_the_budget_is_used_whatever_a_planned_byte_weighs(weight: float, share:
     assert found.plan[1:] == (budget, None)
 
 
+def test_more_compilations_use_more_of_an_uneven_budget() -> None:
+    """Memory that jumps by half in the middle: the line between few and all activations misses it at first."""
+
+    def compiled(compilations: int) -> BudgetedPlan:
+        uneven = twenty_activations(lambda _, kept: (10, kept + (14 if kept > 11 else 0)))
+        return plan_within(uneven, 22_500_000, lambda line: None, compilations)
+
+    few, more = compiled(3), compiled(6)
+    assert few.compilations <= 3 < more.compilations <= 6
+    assert few.peak < 0.9 * more.budget < more.peak <= more.budget
+
+
 def test_plans_have_the_mode_of_called_graphs_that_was_chosen() -> None:
     compiled = twenty_activations(lambda _, kept: (10, 1.5 * kept), "inlined")
     found = plan_within(compiled, 25_000_000, lambda line: None)
@@ -247,6 +260,10 @@ def test_what_cannot_be_planned() -> None:
         addons.plan_memory(lambda memory: explicit(), "1 GB")
     with pytest.raises(TypeError, match=r"`told` is 3; expected a function of a line of text"):
         addons.plan_memory(explicit, "1 GB", told=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`compilations` must be a whole number; got 'three'"):
+        addons.plan_memory(explicit, "1 GB", compilations="three")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"`compilations` is 1; expected 2 or more: one with everything kept"):
+        addons.plan_memory(explicit, "1 GB", compilations=1)
     with pytest.raises(TypeError, match=r"what `build` returns must be the Ir of the program"):
         addons.plan_memory(lambda memory: None, "1 GB")  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match=r"a budget as `memory` builds the step apart.*Take the plan of `plan_memory`"):

@@ -265,13 +265,13 @@ def memory_of(executable: Any) -> int:
     return memory + needs.output_size_in_bytes - needs.alias_size_in_bytes + needs.generated_code_size_in_bytes
 
 
-def row(name: str, target: str, calls: Any, share: int, beside: bool, is_open: bool) -> list[str]:
+def row(name: str, target: str, calls: Any, share: int, beside: bool, is_open: bool, compilations: int) -> list[str]:
     """A budget, as cells of the table."""
     with_memory = partial(compiled, name, target, calls, is_open)
     whole = with_memory(MemoryRequest("everything"))
     budget = whole.memory.device * share // 100
     try:
-        plan = plan_within(with_memory, budget, lambda line: print(line, file=sys.stderr, flush=True))
+        plan = plan_within(with_memory, budget, partial(print, file=sys.stderr, flush=True), compilations)
         parts = f" in {plan.plan.micro_batches}" if is_open else ""
         ours = [
             *(f"{plan.peak / 1e6:.1f}{parts}", f"{100 * plan.peak / budget:.0f}", str(plan.compilations)),
@@ -318,6 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--micro-batches", action="store_true", help='leave their number open; "40.0 in 2" are 40 MB with two'
     )
+    parser.add_argument("--compilations", type=int, default=3, help="the most for a budget")
     parser.add_argument("--without-jax", action="store_true", help="leave out the policies of JAX")
     given = parser.parse_args(arguments)
     compile_faster()
@@ -329,6 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 about = target if calls == calls_on(target, "") else f"{target}, {calls}"
                 about += ", micro-batches chosen" if given.micro_batches else ""
                 how = {"beside": not given.without_jax, "is_open": given.micro_batches}
+                how |= {"compilations": given.compilations}
                 table.add((about, name, str(share)), partial(row, name, target, calls, share, **how))
 
 

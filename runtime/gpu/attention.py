@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from popxl.base.arrays import Array
 from popxl.ops.attention import attended_backward_anew
@@ -99,7 +100,7 @@ def _per_batch(function: Callable[..., Any]) -> Callable[..., Any]:
 
     JAX's rule for its primitives is part of what divides them among devices, which replicas' ops are already.
     """
-    batched = jax.custom_batching.custom_vmap(function)
+    batched = custom_vmap(function)
 
     @batched.def_vmap
     def of_several(size: int, is_batched: list[bool], *operands: Array) -> tuple[Any, Any]:

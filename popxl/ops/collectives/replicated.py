@@ -21,6 +21,7 @@ from popxl.core.traits import REFUSED, BetweenReplicas
 from popxl.errors import PopxlError
 from popxl.ops.collectives.chunks import moved, normalized_axis, permutations
 from popxl.ops.collectives.collectives import CollectiveOps, members, to_collective_op
+from popxl.ops.collectives.exchanging import LANES
 from popxl.ops.collectives.group import Group, chunk_size
 from popxl.ops.convert import identity
 from popxl.ops.shape import flatten, reshape, transpose
@@ -146,7 +147,17 @@ def replicated_reduce_scatter(
 
 def _all_gather(t: Array, *, shape: tuple[int, ...], group: Group) -> Array:
     """Concatenate member values, cropped to the result shape."""
-    return moved(t, lambda t: group.members(t).reshape(-1)[: math.prod(shape)].reshape(shape))
+    count, rows = math.prod(shape), _rows_of(shape, math.prod(t.shape))
+    return moved(t, lambda t: group.members(t.reshape(rows)).reshape(-1)[:count].reshape(shape))
+
+
+def _rows_of(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Shape in which to gather shards of `size` numbers each: rows of the whole, or wide parts of its rows.
+
+    A TPU that receives one row from each member would rearrange the whole.
+    """
+    width = math.gcd(size, shape[-1]) if len(shape) > 1 else 0
+    return (size // width, width) if width and (width == shape[-1] or width >= LANES // 2) else (size,)
 
 
 def _gathered(t: Any, *, stride: int, group_size: int, shape: tuple[int, ...]) -> TensorSpec:

@@ -28,6 +28,9 @@ OLDEST = 90000
 
 MOST_CHANNELS = 128
 
+SHORTEST = 64
+"""Queries and keys of a text: with fewer there is little to gain, and cuDNN has no kernels for one."""
+
 
 def overrides(device: jax.Device) -> Mapping[Kernel, KernelImpl]:
     """Kernels of attention for a local GPU: none without cuDNN, or for GPUs older than those of the Ampere generation,
@@ -48,6 +51,7 @@ def _is_supported(queries: Array, keys: Array, values: Array, mask: Any, dropout
         and values.shape[-1] == channels
         and channels % 8 == 0
         and channels <= MOST_CHANNELS
+        and min(queries.shape[-2], keys.shape[-2]) >= SHORTEST
         and 0 not in (*queries.shape, *keys.shape)
     )
 

@@ -14,6 +14,7 @@ import popxl
 from popxl import ops
 from popxl.transforms import autodiff
 from tests.popxl.evaluate import evaluate
+from tests.tolerances import assert_near
 
 Array = np.ndarray
 
@@ -49,6 +50,28 @@ def with_gradients(build: Any, g: Array, *arrays: Array) -> list[Array]:
 
 def normal(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [((2, 4, 128, 16), (2, 2, 256, 16)), ((3, 70, 64), (3, 70, 64))], ids=["shared", "one text"]
+)
+def test_halves_as_torch(queries: tuple[int, ...], keys: tuple[int, ...], causal: bool) -> None:
+    """Of sizes that libraries have kernels for, on accelerators: results and gradients, rounded to bfloat16."""
+    torch = pytest.importorskip("torch")
+    q, k, v, g = (
+        normal(*shape, seed=i).astype(ml_dtypes.bfloat16) for i, shape in enumerate((queries, keys, keys, queries))
+    )
+
+    def build(q: popxl.Tensor, k: popxl.Tensor, v: popxl.Tensor) -> popxl.Tensor:
+        return ops.attention(q, k, v, causal=causal)
+
+    found = with_gradients(build, g, q, k, v)
+    of_torch = [torch.tensor(t.astype(np.float32), requires_grad=True) for t in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*of_torch, is_causal=causal, enable_gqa=q.ndim > 3)
+    out.backward(torch.tensor(g.astype(np.float32)))
+    for actual, expected in zip(found, (out, *(t.grad for t in of_torch)), strict=True):
+        assert_near(actual.astype(np.float32), expected.detach().numpy(), 0.02)
 
 
 @pytest.mark.thorough(but_each=2)

@@ -44,6 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         grads = attention_backward.plain(g, q, k, v, out, logs, None, None, **how)
         return tuple(t.astype(q.dtype) for t in grads)
 
+    monkeypatch.setattr(attention, "SHORTEST", 2)
     monkeypatch.setattr(jax_private, "cudnn_attention", forward)
     monkeypatch.setattr(jax_private, "cudnn_attention_gradients", backward)
     return shapes
@@ -93,8 +94,9 @@ def test_replicas_on_one_device_are_a_larger_batch(calls) -> None:
         ((2, 5, 12), jnp.bfloat16, None, 0.0),
         ((2, 5, 136), jnp.float16, None, 0.0),
         ((2, 0, 16), jnp.bfloat16, None, 0.0),
+        ((2, 1, 16), jnp.bfloat16, None, 0.0),
     ],
-    ids=["float32", "mask", "dropout", "channels", "many channels", "nothing"],
+    ids=["float32", "mask", "dropout", "channels", "many channels", "nothing", "short"],
 )
 def test_what_has_no_kernel(shape, dtype, mask, dropout, calls) -> None:
     q, k, v = operands(shape, shape, dtype)

@@ -7,6 +7,7 @@ are a pair, as in the weights of Llama and Qwen. `rotary_pos_embed` has the form
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ import numpy as np
 import popxl
 from popxl import OpKind
 from popxl.errors import PopxlError
-from popxl.extend.kernels import round_once
 from popxl.op import ShardingRule
 
 
@@ -74,17 +74,20 @@ def rotary_positions(
     return _rotary(t, start, base=float(base), **({} if stretch is None else {"stretch": astuple(stretch)}))
 
 
-def _apply_rope(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -> Any:
+def _apply_rope(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = (), back: bool = False) -> Any:
+    """Rotate forwards; or back, as gradients are."""
     half = t.shape[-1] // 2
     waves = float(base) ** (-np.arange(half) / half)
     frequencies = jnp.asarray(Stretch(*stretch).scale_frequencies(waves) if stretch else waves, jnp.float32)
     angles = (first.reshape(-1, 1) + jnp.arange(t.shape[-2])).astype(jnp.float32)[..., None] * frequencies
     sin, cos = (f(angles).reshape(-1, *(1,) * (t.ndim - 3), *angles.shape[-2:]) for f in (jnp.sin, jnp.cos))
-    a, b = t[..., :half], t[..., half:]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    sin = -sin if back else sin
+    # Halves are widened, not the whole: XLA for TPUs would write it in float32 first.
+    a, b = (part.astype(jnp.promote_types(t.dtype, jnp.float32)) for part in (t[..., :half], t[..., half:]))
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(t.dtype)
 
 
-def _rotary_spec(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -> popxl.TensorSpec:
+def _rotary_spec(t: Any, first: Any, **how: Any) -> popxl.TensorSpec:
     if len(t.shape) < 3 or t.shape[-1] % 2:
         raise PopxlError("expected `t` of shape (batch, ..., length, channels), with an even number of channels.")
     if not first.dtype.is_int or first.nelms not in (1, t.shape[0]):
@@ -92,11 +95,26 @@ def _rotary_spec(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = 
     return popxl.TensorSpec(t.shape, t.dtype)
 
 
-_rotary = OpKind(
-    "RotaryPositions",
-    round_once(lambda t, first, **how: _apply_rope(t, first, **how)),
-    shape=_rotary_spec,
-    operands=("t", "first"),
-    traits=[ShardingRule("..._,_->..._", ("t",))],
-    key="popxl_addons.RotaryPositions",
-)
+def _declared(name: str, others_name: str, back: bool = False) -> OpKind:
+    """Declare a rotation, whose gradient is the one the other way: XLA makes several kernels of its transpose."""
+
+    def gradient(forward: Any, gs: Sequence[popxl.Tensor | None]) -> dict[int, popxl.Tensor]:
+        (g,), (_, first) = gs, forward.op.inputs
+        return {} if g is None else {0: _ROTATIONS[others_name](g, forward.read(first), **forward.op.attributes)}
+
+    return OpKind(
+        name,
+        lambda t, first, **how: _apply_rope(t, first, **how, back=back),
+        shape=_rotary_spec,
+        operands=("t", "first"),
+        gradient=gradient,
+        traits=[ShardingRule("..._,_->..._", ("t",))],
+        key=f"popxl_addons.{name}",
+    )
+
+
+_rotary = _declared("RotaryPositions", "RotaryPositionsGrad")
+_ROTATIONS = {
+    "RotaryPositions": _rotary,
+    "RotaryPositionsGrad": _declared("RotaryPositionsGrad", "RotaryPositions", True),
+}

@@ -10,6 +10,7 @@ import popxl_addons as addons
 from popxl import ops
 from popxl_addons.layers import MLP, Attention, RMSNorm, TiedEmbedding, TransformerBlock
 from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.ops.rotary_positions import Stretch
 
 Array = np.ndarray
 WIDTH, HEADS, KEY_HEADS, LENGTH = 8, 4, 2, 6
@@ -278,3 +279,26 @@ def test_tied_embeddings_have_one_gradient() -> None:
     expected = 2 * (x @ w.T).T @ x
     np.add.at(expected, tokens[0], 2 * (x @ w.T) @ w)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_the_gradient_of_rotary_positions_turns_back() -> None:
+    """A rotation keeps products: that of a result and its gradient, and that of the operand and its own, are equal."""
+    draw = np.random.default_rng(0).standard_normal
+    x, g = (draw((2, 3, 5, 8)).astype(np.float32) for _ in range(2))
+    ir = popxl.Ir()
+    with ir.main_graph:
+        t, given, first = popxl.variable(x), popxl.variable(g), popxl.variable(np.array([3, 70]), popxl.int32)
+        stretch = Stretch(8.0, length=16)
+        graph = ir.create_graph(lambda t, first: addons.ops.rotary_positions(t, first, stretch=stretch), t, first)
+        site = ops.call_with_info(graph, t, first)
+        info = popxl.transforms.autodiff(graph, grads_required=graph.inputs[:1])
+        (dx,) = ops.call(info.graph, given, inputs_dict=info.inputs_dict(site))
+        twice = popxl.transforms.autodiff(info.graph, grads_required=info.graph.inputs[:1])
+        again = ops.call_with_info(info.graph, given, inputs_dict=info.inputs_dict(site))
+        (dg,) = ops.call(twice.graph, t, inputs_dict=twice.inputs_dict(again))
+        streams = [addons.host_store(out) for out in (site.outputs[0], dx, dg)]
+    with popxl.Session(ir) as session:
+        outputs = session.run()
+    y, dx_, dg_ = (outputs[stream] for stream in streams)
+    np.testing.assert_allclose(np.sum(y * g), np.sum(x * dx_), rtol=1e-4)
+    np.testing.assert_allclose(dg_, y, rtol=1e-6)

@@ -87,10 +87,9 @@ class Lowering:
     @cached_property
     def hooks(self) -> PlatformHooks:
         """Hooks of the target platform, or of the local device."""
-        device = self.replicas.device
-        if device is None or not self.replicas.is_here:
-            return hooks_for(self.replicas.platform)
-        return hooks_for_local(device)
+        platform, device = self.replicas.platform, self.replicas.device
+        is_local = self.replicas.is_here and isinstance(device, jax.Device)  # others only say their platform
+        return hooks_for_local(platform, device) if is_local else hooks_for(platform)
 
     @property
     def is_vmapped(self) -> bool:

@@ -105,10 +105,10 @@ def hooks_for(platform: str) -> PlatformHooks:
 
 
 @cache
-def hooks_for_local(device: jax.Device) -> PlatformHooks:
+def hooks_for_local(platform: str, device: jax.Device) -> PlatformHooks:
     """The hooks for a device of this machine: those of its platform, with kernels of libraries that are only here."""
-    hooks = hooks_for(device.platform)
-    if device.platform != "gpu":
+    hooks = hooks_for(platform)
+    if platform != "gpu":
         return hooks
     from runtime.gpu import attention
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import jax
@@ -61,8 +62,9 @@ def cudnn_attention(queries: Any, keys: Any, values: Any, causal: bool, scale: f
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    settings = _cudnn_settings(causal, scale) | {"is_training": True}
-    out, logs = cudnn._dot_product_attention_fwd_impl(queries, keys, values, *_no_operands(queries), **settings)
+    forward = cudnn._dot_product_attention_fwd_impl
+    settings = _cudnn_settings(forward, causal, scale) | {"is_training": True}
+    out, logs = forward(queries, keys, values, *_no_operands(queries), **settings)
     return out, logs
 
 
@@ -78,9 +80,9 @@ def cudnn_attention_gradients(
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    dq, dk, dv = cudnn._dot_product_attention_bwd_impl(
-        *(queries, keys, values, *_no_operands(queries), logs, out, g), **_cudnn_settings(causal, scale)
-    )
+    backward = cudnn._dot_product_attention_bwd_impl
+    settings = _cudnn_settings(backward, causal, scale)
+    dq, dk, dv = backward(queries, keys, values, *_no_operands(queries), logs, out, g, **settings)
     return dq, dk, dv
 
 
@@ -89,11 +91,14 @@ def _no_operands(queries: Any) -> list[Any]:
     return [jnp.zeros(0, queries.dtype)] * 7
 
 
-def _cudnn_settings(causal: bool, scale: float) -> dict[str, Any]:
+def _cudnn_settings(function: Callable[..., Any], causal: bool, scale: float) -> dict[str, Any]:
+    """Settings of a function of JAX. From JAX 0.12 on, one is a function of the scores."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    of_scores = {"score_mod": None, "score_mod_args": ()}
     return {
+        **{name: value for name, value in of_scores.items() if name in signature(function).parameters},
         **{"scale": scale, "seed": 0, "dropout_rate": 0.0, "variadic_args": (False, False), "mask_type": mask},
         **{"layout": cudnn.AttentionLayout.BNTH.value, "sliding_window_length": None},
     }

@@ -62,7 +62,7 @@ def cudnn_attention(queries: Any, keys: Any, values: Any, causal: bool, scale: f
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    forward = cudnn._dot_product_attention_fwd_impl
+    forward: Any = cudnn._dot_product_attention_fwd_impl
     settings = _cudnn_settings(forward, causal, scale) | {"is_training": True}
     out, logs = forward(queries, keys, values, *_no_operands(queries), **settings)
     return out, logs
@@ -80,7 +80,7 @@ def cudnn_attention_gradients(
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    backward = cudnn._dot_product_attention_bwd_impl
+    backward: Any = cudnn._dot_product_attention_bwd_impl
     settings = _cudnn_settings(backward, causal, scale)
     dq, dk, dv = backward(queries, keys, values, *_no_operands(queries), logs, out, g, **settings)
     return dq, dk, dv

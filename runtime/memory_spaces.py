@@ -32,7 +32,6 @@ def in_device_memory(value: Any) -> Any:
 
 OVERRIDES: Mapping[Kernel, KernelImpl] = {
     memory.available_together: available_together,
-    memory.scheduled_together: available_together,
     memory.computed_after: computed_after,
     memory.in_host_memory: in_host_memory,
     memory.in_device_memory: in_device_memory,

@@ -8,7 +8,7 @@ from jax import lax
 
 from popxl.ops.attention import attended_backward_anew, attention_backward
 from popxl.ops.float8 import as_convolved
-from popxl.ops.kernels import convolutions, products
+from popxl.ops.kernels import convolutions, memory, products
 from popxl.ops.kernels.elements import full_after, recompute
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from popxl.ops.kernels.sums import exponentials, softmax_gradient
@@ -18,6 +18,7 @@ from runtime.gpu import sums as of_sums
 
 OVERRIDES: Mapping[Kernel, KernelImpl] = {
     **memory_spaces.OVERRIDES,
+    memory.scheduled_together: memory_spaces.available_together,
     attention_backward: attended_backward_anew,
     **products.OF_HALVES,
     convolutions.convolved: convolutions.convolved_halves,
@@ -27,6 +28,8 @@ OVERRIDES: Mapping[Kernel, KernelImpl] = {
     exponentials: of_sums.exponentials,
     softmax_gradient: of_sums.softmax_gradient,
 }
-"""Gradients behind a barrier: without one, XLA would keep the tanh or erf of each element from the forward pass on, in
+"""Recomputation that is scheduled after all gradients of the next layer: XLA for GPUs would put off those of weights,
+and keep their operands. (For TPUs, such a barrier only keeps products and updates of weights from being one kernel.)
+Gradients behind a barrier: without one, XLA would keep the tanh or erf of each element from the forward pass on, in
 float32. Buffers that are written when they are needed. Float8 decoded before a convolution: XLA hands it to cuDNN else,
 which has none of these formats. And sums along rows, in a form that XLA makes one kernel of."""

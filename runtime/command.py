@@ -13,6 +13,7 @@ from typing import Any
 from popxl.errors import PopxlError
 from runtime.calibration import calibrate
 from runtime.memory_plans.budget import bytes_of
+from runtime.memory_plans.search import COMPILATIONS
 from runtime.pipes import exit_on_broken_pipe
 from runtime.subcommands import CommandArgs, check_program, diff, fail, function_of, plan, report, show, tune
 from runtime.targets.devices import ask_for_cpu_devices
@@ -215,8 +216,8 @@ def _parser() -> argparse.ArgumentParser:
         if name == "plan":
             command.add_argument("--budget", required=True, help="memory of a device, such as 40GB")
             command.add_argument("--save", type=Path, metavar="PLAN.json", help="file for the plan, as JSON")
-            most = "most compilations, 3 by default: with more, the plan uses more of the budget"
-            command.add_argument("--compilations", type=int, default=3, metavar="COUNT", help=most)
+            most = f"most compilations, {COMPILATIONS} by default: with more, the plan uses more of the budget"
+            command.add_argument("--compilations", type=int, default=COMPILATIONS, metavar="COUNT", help=most)
         _takes_program(command)
     command = commands.add_parser("diff", help=_summary(_DIFF), description=_DIFF, allow_abbrev=False)
     command.add_argument("--target", metavar="MACHINE", help=f"compile programs for this machine: {FORMS}")

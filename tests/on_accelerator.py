@@ -12,11 +12,12 @@ import os
 
 import pytest
 
-from runtime.targets.devices import OFFLINE_DEVICE, PLATFORMS
+KINDS = ("gpu", "cuda", "rocm", "tpu")
+"""Those of `runtime.targets.devices`, which is not imported here: JAX reads its environment as it is imported."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--on", choices=PLATFORMS, help="run all sessions on this kind of hardware")
+    parser.addoption("--on", choices=KINDS, help="run all sessions on this kind of hardware")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -24,7 +25,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Before tests/conftest.py asks JAX for CPUs alone."""
     if (kind := early_config.known_args_namespace.on) is not None:
         os.environ["JAX_PLATFORMS"] = f"{'cuda' if kind == 'gpu' else kind},cpu"
-        os.environ[OFFLINE_DEVICE] = kind
+        os.environ["POPXL_OFFLINE_DEVICE"] = kind
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the memory
 
 

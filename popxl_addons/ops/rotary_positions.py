@@ -71,7 +71,7 @@ def rotary_positions(
         (2, 4, 6, 8)
     """
     start = first if isinstance(first, popxl.Tensor) else popxl.constant(first, popxl.int32)
-    return _rotary(t, start, base=float(base), **({} if stretch is None else {"stretch": astuple(stretch)}))
+    return _ROTATIONS[False](t, start, base=float(base), **({} if stretch is None else {"stretch": astuple(stretch)}))
 
 
 def _apply_rope(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = (), back: bool = False) -> Any:
@@ -95,12 +95,12 @@ def _rotary_spec(t: Any, first: Any, **how: Any) -> popxl.TensorSpec:
     return popxl.TensorSpec(t.shape, t.dtype)
 
 
-def _declared(name: str, others_name: str, back: bool = False) -> OpKind:
+def _declared(name: str, back: bool) -> OpKind:
     """Declare a rotation, whose gradient is the one the other way: XLA makes several kernels of its transpose."""
 
     def gradient(forward: Any, gs: Sequence[popxl.Tensor | None]) -> dict[int, popxl.Tensor]:
         (g,), (_, first) = gs, forward.op.inputs
-        return {} if g is None else {0: _ROTATIONS[others_name](g, forward.read(first), **forward.op.attributes)}
+        return {} if g is None else {0: _ROTATIONS[not back](g, forward.read(first), **forward.op.attributes)}
 
     return OpKind(
         name,
@@ -113,8 +113,5 @@ def _declared(name: str, others_name: str, back: bool = False) -> OpKind:
     )
 
 
-_rotary = _declared("RotaryPositions", "RotaryPositionsGrad")
-_ROTATIONS = {
-    "RotaryPositions": _rotary,
-    "RotaryPositionsGrad": _declared("RotaryPositionsGrad", "RotaryPositions", True),
-}
+_ROTATIONS = {False: _declared("RotaryPositions", back=False), True: _declared("RotaryPositionsGrad", back=True)}
+"""By whether they rotate back."""

@@ -336,7 +336,16 @@ def _over_processes(description: str | Device | Target, wanted: DeviceCount) -> 
     if instance is not None and not instance.has_whole_replicas:
         count = wanted.count * instance.share.stages
         wanted = replace(wanted, count=count, best=count)
-    own = _resolve_device(description, wanted)
+    try:
+        own = _resolve_device(description, wanted)
+    except RuntimeError as problem:
+        if instance is None:
+            raise
+        raise PopxlError(
+            f"Session: instance {instance.instance_index} has no device: instances of a host divide its devices among "
+            f"them, {wanted.count} for each. Start fewer instances there; or set JAX_PLATFORMS=cpu for all to run on "
+            f"CPUs. {problem}"
+        ) from problem
     if own.target is not None:
         raise PopxlError(
             f"Session: {own.target} is not here, and a program is compiled for it by one process, which sees all of "

@@ -485,6 +485,14 @@ def test_too_few_devices(train: Run) -> None:
 
 
 @pytest.mark.thorough
+def test_no_device(train: Run) -> None:
+    """As on a machine with fewer GPUs than instances."""
+    done, _ = train("", "-x", "JAX_PLATFORMS=cuda")
+    assert done.returncode == 1
+    assert re.search(r"instance \d has no device: .* 2 for each\. Start fewer .* JAX_PLATFORMS=cpu", done.stderr)
+
+
+@pytest.mark.thorough
 def test_a_device_object_is_of_one_process(train: Run) -> None:
     what = """
     import popart

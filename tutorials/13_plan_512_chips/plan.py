@@ -40,7 +40,7 @@ class Run(NamedTuple):
     axes: dict[str, int]
     texts: int  # of each replica
     budget: str  # for the memory of a chip
-    target: str | None  # by default the devices that are here
+    target: str
 
 
 def llama(**sizes: int) -> LanguageConfig:
@@ -134,10 +134,10 @@ SMALL = Run(
     llama(vocabulary=64, width=32, layers=2, heads=4, hidden=96, context=64),
     axes={"data": 2, "tensor": 2},
     texts=8,
-    budget="2.7 MB",
-    target=None,
+    budget="2.3 MB",
+    target="ipu_model",  # CPUs
 )
-has_compiler = find_spec("jax_cuda12_plugin") is not None
+has_compiler = any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
 if not has_compiler:
     print("The extra `gpu` is not installed: a small model is planned for CPUs.")
 run = RUN if has_compiler else SMALL

@@ -326,13 +326,15 @@ def _of_library_convolution(instruction: Instruction, operands: list[Shape], res
 def _traffic(instruction: Instruction) -> Iterator[tuple[int, int]]:
     """Memory traffic of an instruction: pairs of memory space number and byte count."""
     operands, results = instruction.operand_shapes, instruction.results
-    if instruction.opcode == "fusion":
+    if instruction.kind == "fusion":
         (inside,) = instruction.called
         for number, shapes in enumerate(operands):
             memory = shapes[0].memory if shapes else 0
             yield memory, _bytes_read(inside.parameters[number])
-        for shape, written in zip(results, _bytes_written(inside.root), strict=False):
-            yield shape.memory, written
+        written = _bytes_written(inside.root)
+        if instruction.opcode.endswith("-start"):  # its operands and a number stand around the results
+            results = results[-1 - len(written) : -1]
+        yield from zip((shape.memory for shape in results), written, strict=False)
         return
     if instruction.kind in _SLICES:
         part = results[-2] if instruction.opcode.endswith("-start") else results[0]

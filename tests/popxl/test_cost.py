@@ -158,6 +158,41 @@ ENTRY %main (x: f32[8]) -> f32[8] {
     assert host_copies(parse_hlo(text)) == (3, 3 + 2)
 
 
+def test_rows_of_a_stack_in_host_memory() -> None:
+    """Only the row crosses, in a fusion that GPUs begin early."""
+    text = """HloModule step, is_scheduled=true
+
+%write (stack: f32[5,8], row: f32[1,8], i: s32[]) -> f32[5,8] {
+  %stack = f32[5,8]{1,0:S(5)} parameter(0)
+  %row = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %written = f32[5,8]{1,0:S(5)} dynamic-update-slice(%stack, %row, %i, %zero)
+}
+
+%read (stack: f32[5,8], i: s32[]) -> f32[1,8] {
+  %stack = f32[5,8]{1,0:S(5)} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %row = f32[1,8]{1,0} dynamic-slice(%stack, %i, %zero), dynamic_slice_sizes={1,8}
+}
+
+ENTRY %main (stack: f32[5,8], row: f32[1,8], i: s32[]) -> f32[1,8] {
+  %stack = f32[5,8]{1,0:S(5)} parameter(0)
+  %row = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %out = ((f32[5,8]{1,0:S(5)}, f32[1,8]{1,0}, s32[]), f32[5,8]{1,0:S(5)}, u32[]) \
+fusion-start(%stack, %row, %i), kind=kCustom, calls=%write
+  %there = f32[5,8]{1,0:S(5)} fusion-done(%out)
+  %in = ((f32[5,8]{1,0:S(5)}, s32[]), f32[1,8]{1,0}, u32[]) fusion-start(%there, %i), kind=kCustom, calls=%read
+  ROOT %here = f32[1,8]{1,0} fusion-done(%in)
+}
+"""
+    total = account_of(parse_hlo(text)).total
+    row, number = 4 * 8, 4
+    assert (total.host_bytes, total.memory_bytes) == (2 * row, 2 * row + 2 * number)
+
+
 def test_types_are_read() -> None:
     text = "(f32[1,256]{1,0:T(8,128)S(5)}, (pred[], /*index=1*/s4[3]{0}), bf16[2,3]{1,0}, u32[]{:S(2)}, token[])"
     found = list(shapes(text))

@@ -3,7 +3,8 @@
     python -m pytest -p tests.on_accelerator --on gpu -n 12 tests/popxl/ops
 
 Programs are compiled as those of users are. Tests that are marked `here` are left out: they are about CPUs. Those that
-ask JAX for its CPUs still get them.
+ask JAX for its CPUs still get them. On a single device, tests of programs that are placed on several (`test_placement`,
+`test_ipu_costs`) fail.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     if (kind := early_config.known_args_namespace.on) is not None:
         os.environ["JAX_PLATFORMS"] = f"{'cuda' if kind == 'gpu' else kind},cpu"
         os.environ["POPXL_OFFLINE_DEVICE"] = kind
+        os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # for what programs are compared with
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the memory
 
 

@@ -115,6 +115,7 @@ def test_the_second_session_compiles_nothing(kind, session, folder):
     assert files(folder) == [file]
 
 
+@pytest.mark.here
 @pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("calls", ["kept", "dispatched"])
 def test_replicas_that_talk_on_several_cpus_are_not_kept(calls, folder, tmp_path, session):
@@ -193,6 +194,7 @@ def test_what_makes_no_difference(same, session, folder):
     assert not compiled and len(files(folder)) == 1
 
 
+@pytest.mark.here
 def test_only_hardware(session, folder):
     for device in ("cpu", "ipu_model"):
         session(Program(), device)

@@ -15,6 +15,7 @@ from runtime.command import main
 from runtime.targets.chip import Cpu, load_figures, of_device
 
 
+@pytest.mark.here
 def test_figures_are_measured_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ def analysed(function: Any, *arguments: Any, **options: Any) -> tuple[Any, dict[
     return account_of(parse_hlo(compiled.as_text())), compiled.cost_analysis()
 
 
+@pytest.mark.here
 def test_operations_and_bytes_are_those_that_xla_counts() -> None:
     def function(x: Any, w: Any, kernel: Any, image: Any, i: Any) -> Any:
         y = jnp.tanh(x @ w)
@@ -218,6 +219,7 @@ def network(ir: popxl.Ir) -> int:
     return line
 
 
+@pytest.mark.here
 @pytest.mark.parametrize("calls", ["inlined", "dispatched"])
 def test_a_session_has_its_cost(calls: Any) -> None:
     ir = popxl.Ir(replication=2)

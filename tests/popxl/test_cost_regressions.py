@@ -21,6 +21,7 @@ def cost(side: Side) -> Cost:
     return popxl.analyze(jax.jit(side.function, compiler_options=compiler, **options), *side.arguments).cost
 
 
+@pytest.mark.here
 @pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_regressions_are_named_by_kind_and_place(name: str) -> None:

@@ -116,6 +116,7 @@ def test_a_program_that_does_not_fit(ir: popxl.Ir) -> None:
     assert Estimate.model_validate(estimate.model_dump()) == estimate
 
 
+@pytest.mark.here
 def test_the_estimate_is_in_the_report_of_the_model(ir: popxl.Ir) -> None:
     with ir.main_graph:
         ops.exp(popxl.variable(np.ones(100), popxl.float32))

@@ -35,6 +35,7 @@ def test_each_module_lists_its_names_and_is_listed(name: str) -> None:
     assert f"`{name}`" in (popxl.extend.__doc__ or "")
 
 
+@pytest.mark.here
 def test_a_kernel_has_another_implementation_on_one_platform() -> None:
     @Kernel
     def twice(t: jax.Array) -> jax.Array:
@@ -53,6 +54,7 @@ def test_a_kernel_has_another_implementation_on_one_platform() -> None:
     np.testing.assert_array_equal(run(OpKind("Twice", lambda t: twice(t), shape=like_first), x), 2 * x + 100)
 
 
+@pytest.mark.here
 def test_a_built_in_kernel_takes_an_override_before_that_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     from popxl.extend.kernels import sums
 

@@ -185,6 +185,7 @@ def test_the_memory_that_a_program_needs_before_it_computes() -> None:
     assert memory.variables + memory.buffers + memory.arguments == bytes_of_both
 
 
+@pytest.mark.here
 def test_without_a_target_the_device_of_the_program_needs_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def test_sizes_and_operations() -> None:
     assert found.devices == 1 and "step needs" in str(found)
 
 
+@pytest.mark.here
 def test_live_buffers_are_told_by_lines() -> None:
     found = popxl.analyze(step, *SHAPES)
     first = step.__wrapped__.__code__.co_firstlineno

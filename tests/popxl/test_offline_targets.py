@@ -109,6 +109,7 @@ def test_all_figures_have_sources() -> None:
         assert popxl.Target(f"gpu {name}").chip.flops["bfloat16"] > 1e14
 
 
+@pytest.mark.here
 @pytest.mark.parametrize(("description", "extra"), [(V5E, "tpu"), (H100, "gpu")])
 def test_a_compiler_that_is_not_installed_is_asked_for(
     description: str, extra: str, monkeypatch: pytest.MonkeyPatch

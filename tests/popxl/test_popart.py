@@ -234,12 +234,14 @@ def test_the_same_inside_of_the_block(counter):
     assert not session.is_attached
 
 
+@pytest.mark.here
 def test_another_device_is_refused(counter):
     session = popxl.Session(counter, "ipu_hw")
     with pytest.raises(ValueError, match="another session"):
         session._set_device(popart.DeviceManager().enumerateDevices()[1])
 
 
+@pytest.mark.here
 def test_a_chosen_device(counter):
     device = popart.DeviceManager().enumerateDevices()[3]
     with popxl.Session(counter, device) as session:
@@ -262,6 +264,7 @@ def test_several_devices_on_the_cpu_device():
         popxl.Session(unplaced(ipu=1), popart.DeviceManager().createCpuDevice())
 
 
+@pytest.mark.here
 def test_hardware_that_is_not_there(counter):
     with pytest.raises(RuntimeError, match="finds no device"):
         popxl.Session(counter, "tpu")
@@ -277,6 +280,7 @@ def test_an_offline_device_is_a_target(counter, monkeypatch):
     assert manager.createOfflineIPUDevice().numIpus == 2
 
 
+@pytest.mark.here
 def test_an_offline_device_has_to_be_described():
     with pytest.raises(ValueError, match="nothing says which machine to compile for"):
         popart.DeviceManager().createOfflineIPUDevice({"numIPUs": 2})

@@ -261,6 +261,7 @@ def test_long_tables_are_cut_and_json_has_all() -> None:
     assert Report.model_validate(data) == report
 
 
+@pytest.mark.here
 @pytest.mark.filterwarnings("ignore:Session. a run:popxl.errors.PopxlWarning")  # it transfers less than it could
 def test_the_memory_of_a_report_is_what_xla_says() -> None:
     """Variables and streams are the arguments and results; on a mesh of devices, of each of them."""
@@ -344,6 +345,7 @@ def is_in_order(timeline: Timeline) -> bool:
     return all(a.start <= a.end <= b.start for lane in lanes for a, b in zip(lane, lane[1:], strict=False))
 
 
+@pytest.mark.here
 @pytest.mark.filterwarnings("ignore:Session. a run:popxl.errors.PopxlWarning")  # it transfers less than it could
 @pytest.mark.parametrize("transfers", [1, 2])
 def test_a_recorded_plan_has_a_span_for_each_piece(transfers: int) -> None:
@@ -377,6 +379,7 @@ def test_recording_changes_no_numbers() -> None:
         np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.here
 def test_one_program_is_one_span_on_each_device() -> None:
     ir, x_in = network(2, replicas=4)
     with popxl.Session(ir, "ipu_model") as session, session.recording() as timeline:
@@ -491,6 +494,7 @@ class Checker(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.here
 def test_a_report_is_written_as_one_page(tmp_path: Any) -> None:
     ir, x_in = network(9, "dispatched")
     with popxl.Session(ir, "ipu_model") as session:

@@ -109,6 +109,7 @@ def test_devices(program, device):
     assert program.works(popxl.Session(program.ir, device))
 
 
+@pytest.mark.here
 def test_an_unknown_device(program):
     for device in ("tpu9", "", "CPU"):
         with pytest.raises(ValueError, match="unknown"):
@@ -118,6 +119,7 @@ def test_an_unknown_device(program):
             popxl.Session(program.ir, device)
 
 
+@pytest.mark.here
 def test_several_devices_on_one_cpu(ir):
     with ir.main_graph, popxl.ipu(1):
         y = popxl.variable(1.0) + 1
@@ -129,6 +131,7 @@ def test_several_devices_on_one_cpu(ir):
         assert session.run()[s] == 2
 
 
+@pytest.mark.here
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a process cannot choose its cores here")
 def test_a_cpu_is_as_many_devices_as_there_are_cores():
     """More would have JAX start more threads than there are cores, which slows down all programs."""
@@ -854,6 +857,7 @@ def test_a_session_is_usable_after_errors(program):
     assert program.works(session)
 
 
+@pytest.mark.here
 def test_errors_on_the_way_to_a_session_leave_the_ir_as_it_was(counter):
     with pytest.raises(ValueError):
         popxl.Session(counter, "nowhere")
@@ -972,6 +976,7 @@ def test_a_stream_that_has_no_output(program):
         assert key not in outputs and outputs.get(key) is None
 
 
+@pytest.mark.here
 def test_outputs_print_as_numpy_arrays(program):
     with popxl.Session(program.ir) as session:
         assert "array([13., 16.], dtype=float32)" in repr(session.run(program.feeds()))

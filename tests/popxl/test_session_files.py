@@ -241,6 +241,7 @@ def test_the_values_on_the_device_are_saved(path):
     assert loaded.get_tensor_data(v).tolist() == [0.5] * 3
 
 
+@pytest.mark.here
 def test_arguments_of_load(path):
     popxl.Session(program(), "ipu_model").save(path)
     loaded = popxl.Session.load(path, weights_to_host_on_exit=False)
@@ -333,6 +334,7 @@ def test_a_file_that_is_not_there(path):
         popxl.Session.load(path)
 
 
+@pytest.mark.here
 @pytest.mark.parametrize(
     "what, value, told",
     [

@@ -703,6 +703,7 @@ def test_what_a_tensor_is_cannot_be_assigned(name):
             setattr(t, name, getattr(t, name))
 
 
+@pytest.mark.here
 @pytest.mark.compiled_whole
 def test_quotients_are_rounded_once():
     """Not multiplied by the inverse, as XLA does with divisors that are constants, or broadcast."""

@@ -21,6 +21,7 @@ def layer(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
     return ops.softmax(x @ w, 1)
 
 
+@pytest.mark.here
 def test_a_trace(ir: popxl.Ir, tmp_path: Path) -> None:
     with ir.main_graph, popxl.in_sequence():
         x, w = popxl.variable(np.ones((4, 5)), popxl.float32), popxl.variable(np.eye(5), popxl.float32)

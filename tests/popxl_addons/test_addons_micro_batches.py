@@ -189,6 +189,7 @@ def peak(memory: Any, **how: Any) -> int:
     return popxl.Session(deep(memory, **how)[0], "cpu").memory().device
 
 
+@pytest.mark.here
 def test_as_few_micro_batches_as_a_budget_needs() -> None:
     assert peak("nothing") > 4.5e6
     built = []

@@ -199,6 +199,7 @@ def training(steps, schedule):
         return [outputs[y_s], *(session.get_tensor_data(w) for *_, w in layers)], p
 
 
+@pytest.mark.here
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param(None, marks=pytest.mark.thorough)])
 def test_stages_take_the_times_of_their_compiled_graphs(schedule, tmp_path, monkeypatch):
     """The second stage has two products in a graph of its own, the first has one."""
@@ -233,6 +234,7 @@ OWN = PipelineSchedule(
 )
 
 
+@pytest.mark.here
 def test_sums_are_the_same_bit_for_bit():
     cycles, p = training(12, None)
     assert p.schedule.rows == PipelineSchedule.cycles([0, 1, 0, 0, 1, 0], 12).rows

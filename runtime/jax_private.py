@@ -64,8 +64,8 @@ def cudnn_attention(queries: Any, keys: Any, values: Any, causal: bool, scale: f
 
     forward: Any = cudnn._dot_product_attention_fwd_impl
     settings = _cudnn_settings(forward, causal, scale) | {"is_training": True}
-    out, logs = forward(queries, keys, values, *_no_operands(queries), **settings)
-    return out, logs
+    out, logs = forward(*map(_by_length, (queries, keys, values)), *_no_operands(queries), **settings)
+    return _by_length(out), logs
 
 
 def cudnn_attention_gradients(
@@ -82,8 +82,15 @@ def cudnn_attention_gradients(
 
     backward: Any = cudnn._dot_product_attention_bwd_impl
     settings = _cudnn_settings(backward, causal, scale)
-    dq, dk, dv = backward(queries, keys, values, *_no_operands(queries), logs, out, g, **settings)
+    q, k, v, out, g = map(_by_length, (queries, keys, values, out, g))
+    dq, dk, dv = map(_by_length, backward(q, k, v, *_no_operands(queries), logs, out, g, **settings))
     return dq, dk, dv
+
+
+def _by_length(t: Any) -> Any:
+    """An array with heads and length exchanged. Models split channels into heads, which makes the length come first:
+    XLA leaves out their transposes and these."""
+    return t.swapaxes(1, 2)
 
 
 def _no_operands(queries: Any) -> list[Any]:
@@ -100,7 +107,7 @@ def _cudnn_settings(function: Callable[..., Any], causal: bool, scale: float) ->
     return {
         **{name: value for name, value in of_scores.items() if name in signature(function).parameters},
         **{"scale": scale, "seed": 0, "dropout_rate": 0.0, "variadic_args": (False, False), "mask_type": mask},
-        **{"layout": cudnn.AttentionLayout.BNTH.value, "sliding_window_length": None},
+        **{"layout": cudnn.AttentionLayout.BTNH.value, "sliding_window_length": None},
     }
 
 

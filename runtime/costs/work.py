@@ -237,7 +237,7 @@ def _sized_product(instruction: Instruction, operands: list[Shape], result: Shap
         rows = result.elements // max(1, columns)
         depth = flops // max(1, 2 * result.elements)
     elif "fmha" in target:
-        return _of_library_attention(instruction, operands[0], operands[1])
+        return _of_library_attention(instruction, operands[0])
     elif "conv" in target and len(operands) > 1:
         flops, columns = _of_library_convolution(instruction, operands, result)
         batch, rows = 1, result.elements // max(1, columns)
@@ -247,13 +247,15 @@ def _sized_product(instruction: Instruction, operands: list[Shape], result: Shap
     return SizedProduct(_product(operands[0], instruction), flops, batch, rows, columns, depth)
 
 
-def _of_library_attention(instruction: Instruction, queries: Shape, keys: Shape) -> SizedProduct:
+def _of_library_attention(instruction: Instruction, queries: Shape) -> SizedProduct:
     """Products of cuDNN's attention, as one: of scores and results, or of scores anew and four gradients.
 
-    Operands have the shape (batch, heads, length, channels). Kernels leave out blocks that a causal mask hides.
+    Its settings have the shape of the scores. Kernels leave out blocks that a causal mask hides.
     """
-    batch, heads, rows, depth = queries.dimensions
-    columns = keys.dimensions[2]
+    scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions": ?\[(.*?)\]', instruction.text)
+    assert scores, instruction
+    batch, heads, rows, columns = map(int, re.findall(r"\d+", scores[1]))
+    depth = queries.dimensions[-1]
     is_causal = re.search(r'"mask_type": ?"CAUSAL"', instruction.text)
     pairs = sum(min(i + 1, columns) for i in range(rows)) if is_causal else rows * columns
     products = 5 if instruction.target.endswith("Backward") else 2

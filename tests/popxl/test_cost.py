@@ -85,11 +85,12 @@ ENTRY %main (a: f32[4,32,192], b: f32[4,32,64]) -> f32[4,192,64] {{
 
 def test_attention_of_a_library_is_read() -> None:
     """Its two and five products, of the pairs that a mask leaves, and what it works in."""
-    settings = 'backend_config={"cudnn_fmha_backend_config":{"mask_type": "CAUSAL"}}'
-    q, k, logs = "bf16[2,4,6,32]{3,2,1,0}", "bf16[2,2,6,32]{3,2,1,0}", "f32[2,4,6]{2,1,0}"
+    scores = '"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["2","4","6","6"]}'
+    settings = f'backend_config={{"cudnn_fmha_backend_config":{{{scores},"mask_type": "CAUSAL"}}}}'
+    q, k, logs = "bf16[2,6,4,32]{3,2,1,0}", "bf16[2,6,2,32]{3,2,1,0}", "f32[2,4,6]{2,1,0}"
     text = f"""HloModule step
 
-ENTRY %main (q: bf16[2,4,6,32], k: bf16[2,2,6,32]) -> bf16[2,4,6,32] {{
+ENTRY %main (q: bf16[2,6,4,32], k: bf16[2,6,2,32]) -> bf16[2,6,4,32] {{
   %q = {q} parameter(0)
   %k = {k} parameter(1)
   %f = ({q}, {logs}, u8[64]{{0}}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax", {settings}

@@ -114,6 +114,7 @@ class Memory(OnPage, DeviceMemory):
         variables_on_host: bytes of the host copies of the variables, and of the initial values of remote variables.
         temporaries_on_host: bytes of temporaries in host memory, as XLA reports them.
         host: all that is needed of the host's memory.
+        budget: bytes of a device that the program shall need at most (`ir.options.memoryBudget`); 0 for any number.
         moments: the steps. In one program they are those of its graphs, whatever XLA says.
         tensors: the values that are held between steps.
 
@@ -128,6 +129,7 @@ class Memory(OnPage, DeviceMemory):
     buffers_on_host: int
     variables_on_host: int
     temporaries_on_host: int = 0
+    budget: int = 0
     moments: tuple[Moment, ...]
     tensors: tuple[LiveTensor, ...] = ()
 
@@ -149,7 +151,11 @@ class Memory(OnPage, DeviceMemory):
         """What `print` and notebooks show."""
         rows = [*((name, getattr(self, name)) for name in _PARTS), ("in all, at most", self.device)]
         shown = [[name, bytes_text(count)] for name, count in rows if count or name == "in all, at most"]
+        if self.budget:
+            shown.append(["budget", bytes_text(self.budget)])
         parts: list[str | Table] = [Table(["", "bytes"], shown)]
+        if self.source != "graph" and 0 < self.budget < self.device:
+            parts.append(f"The program needs {bytes_text(self.device - self.budget)} more than its budget.")
         if self.highest is not None:
             number = self.moments.index(self.highest) + 1
             where = f"Most is in use at step {number} of {len(self.moments)}: {self.highest.name}."
@@ -223,6 +229,7 @@ def memory_of(ir: Ir) -> Memory:
         temporaries=found.peak,
         buffers_on_host=buffers if on_host else 0,
         variables_on_host=variables_on_host(main),
+        budget=ir.options.memoryBudget,
         moments=tuple(found.moments),
         tensors=tuple(found.tensors),
     )

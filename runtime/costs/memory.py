@@ -41,6 +41,7 @@ def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
         buffers_on_host=buffers,
         variables_on_host=variables_on_host(ir.main_graph),
         temporaries_on_host=max(found.host_temp_size_in_bytes for found in analyses),
+        budget=ir.options.memoryBudget,
         moments=moments,
         tensors=tensors,
     )

@@ -174,6 +174,18 @@ def test_an_empty_ir_needs_nothing(ir: popxl.Ir) -> None:
     parsed(ir.memory().picture())
 
 
+def test_a_budget_stands_beside_what_a_program_needs() -> None:
+    ir, _ = network(2)
+    ir.options.memoryBudget = 100_000
+    for memory in (ir.memory(), popxl.Session(ir).memory()):
+        assert memory.budget == 100_000
+        assert "budget 100 kB" in " ".join(str(memory).split()) and "more than its budget" not in str(memory)
+    ir.options.memoryBudget = 70  # variables alone are 72
+    assert "more than its budget" not in str(ir.memory())  # XLA may need less than what is counted op by op
+    memory = popxl.Session(ir).memory()
+    assert f"The program needs {memory.device - 70} B more than its budget." in str(memory)
+
+
 # Reports -------------------------------------------------------------------------------------------------------------
 
 

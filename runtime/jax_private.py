@@ -7,11 +7,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from inspect import signature
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax._src import config, distributed, xla_bridge
 from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
@@ -49,66 +47,6 @@ def cudnn_version() -> int:
     from jax._src.lib import cuda_versions
 
     return 0 if cuda_versions is None else int(cuda_versions.cudnn_get_version())
-
-
-def cudnn_attention(queries: Any, keys: Any, values: Any, causal: bool, scale: float) -> tuple[Any, Any]:
-    """Attention by cuDNN's kernel: results, and log-sum-exp of the scores in float32.
-
-    `jax.nn.dot_product_attention` rounds the latter to the dtype of the queries, and has no gradient without computing
-    the results again.
-
-    Args:
-        queries, keys, values: float16 or bfloat16, of shape (batch, heads, length, channels).
-    """
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    forward: Any = cudnn._dot_product_attention_fwd_impl
-    settings = _cudnn_settings(forward, causal, scale) | {"is_training": True}
-    out, logs = forward(*map(_by_length, (queries, keys, values)), *_no_operands(queries), **settings)
-    return _by_length(out), logs
-
-
-def cudnn_attention_gradients(
-    g: Any, queries: Any, keys: Any, values: Any, out: Any, logs: Any, causal: bool, scale: float
-) -> tuple[Any, Any, Any]:
-    """Gradients of queries, keys and values by cuDNN's kernel.
-
-    Args:
-        g: gradient of `out`.
-        queries, keys, values: as for `cudnn_attention`.
-        out, logs: its results.
-    """
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    backward: Any = cudnn._dot_product_attention_bwd_impl
-    settings = _cudnn_settings(backward, causal, scale)
-    q, k, v, out, g = map(_by_length, (queries, keys, values, out, g))
-    dq, dk, dv = map(_by_length, backward(q, k, v, *_no_operands(queries), logs, out, g, **settings))
-    return dq, dk, dv
-
-
-def _by_length(t: Any) -> Any:
-    """An array with heads and length exchanged. Models split channels into heads, which makes the length come first:
-    XLA leaves out their transposes and these."""
-    return t.swapaxes(1, 2)
-
-
-def _no_operands(queries: Any) -> list[Any]:
-    """Empty arrays in place of a bias, lengths and offsets of padded texts, and tables of pages."""
-    return [jnp.zeros(0, queries.dtype)] * 7
-
-
-def _cudnn_settings(function: Callable[..., Any], causal: bool, scale: float) -> dict[str, Any]:
-    """Settings of a function of JAX. From JAX 0.12 on, one is a function of the scores."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-    of_scores = {"score_mod": None, "score_mod_args": ()}
-    return {
-        **{name: value for name, value in of_scores.items() if name in signature(function).parameters},
-        **{"scale": scale, "seed": 0, "dropout_rate": 0.0, "variadic_args": (False, False), "mask_type": mask},
-        **{"layout": cudnn.AttentionLayout.BTNH.value, "sliding_window_length": None},
-    }
 
 
 # Processes ------------------------------------------------------------------------------------------------------------

@@ -143,7 +143,8 @@ class Session(SessionInspection, SessionVariables):
 
         A program for a machine that is not present, a `popxl.Target`, is written for later use: load it where there are
         as many such chips, with the same versions of popxl and JAX. This has not been tested: XLA writes these
-        programs, and reads them only on a machine that has the chips.
+        programs, and reads them only on a machine that has the chips. With attention for an absent GPU, whose kernels
+        cuDNN generates, it is compiled again to be loaded.
 
         Raises:
             PopxlError: if the program prints from the device, has an op that cannot be saved (see `Ir.save`), or if the

@@ -43,7 +43,7 @@ from runtime.lowering.collectives import devices_meet, group_of
 from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment, Results
 from runtime.lowering.packed_arrays import PackedSlot, load
-from runtime.lowering.platform_hooks import PlatformHooks, hooks_for, hooks_for_local
+from runtime.lowering.platform_hooks import PlatformHooks, hooks_for, hooks_for_device
 from runtime.lowering.registry import LOWERINGS
 from runtime.lowering.rerolled_loops import ProgramOrder, RerolledLoop, lower_rerolled, pack_together
 from runtime.lowering.scopes import of_graph, of_op
@@ -86,10 +86,10 @@ class Lowering:
 
     @cached_property
     def hooks(self) -> PlatformHooks:
-        """Hooks of the target platform, or of the local device."""
+        """Hooks of the device, or of the platform, where that is all that is known."""
         platform, device = self.replicas.platform, self.replicas.device
-        is_local = self.replicas.is_here and isinstance(device, jax.Device)  # others only say their platform
-        return hooks_for_local(platform, device) if is_local else hooks_for(platform)
+        is_known = isinstance(device, jax.Device)
+        return hooks_for_device(platform, device, self.replicas.is_here) if is_known else hooks_for(platform)
 
     @property
     def is_vmapped(self) -> bool:

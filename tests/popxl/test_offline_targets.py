@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -410,6 +411,26 @@ def test_a_program_is_saved_for_a_machine_that_has_the_chips(description: str, k
         popxl.errors.PopxlError, match=f"{description} is not here, and XLA reads compiled programs back"
     ):
         popxl.Session.load(file, description)
+
+
+@pytest.mark.targets
+def test_a_program_with_attention_is_compiled_again_to_be_loaded(tmp_path: Path) -> None:
+    """cuDNN generates the kernel where there is a GPU. Here it is a name, and a workspace for gradients."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        q = popxl.variable(np.ones((2, 4, 128, 32)), popxl.bfloat16)
+        graph = ir.create_graph(lambda q: ops.sum(ops.attention(q, q, q, causal=True)), q)
+        info = ops.call_with_info(graph, q)
+        backward = popxl.transforms.autodiff(graph)
+        (g,) = ops.call(backward.graph, popxl.constant(1, popxl.bfloat16), inputs_dict=backward.inputs_dict(info))
+        ops.var_updates.accumulate_(q, g)
+    session = popxl.Session(ir, "gpu h100")
+    (text,) = session.hlo().values()
+    (results,) = re.findall(r"= (\(.*\)) custom-call\(.*fmhaSoftmaxBackward", text)
+    assert f"u8[{4 * 2 * 4 * 128 * (32 + 1)}]" in results
+    session.save(tmp_path / "program.session")
+    header, parts = unpack("popxl session", (tmp_path / "program.session").read_bytes())
+    assert header["executables"] == [] and [*parts] == ["ir"]
 
 
 QUIET = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from popxl_addons.layers import LanguageConfig
+from runtime.gpu import attention
 
 Array = Any
 Tree = dict[str, Any]
@@ -56,12 +58,31 @@ def rotary(x: Array, base: float) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def block(x: Array, p: Tree, config: LanguageConfig) -> Array:
+def causal_by_cudnn(q: Array, k: Array, v: Array, states_workspace: bool) -> Array:
+    """`jax.nn.dot_product_attention(…, is_causal=True, implementation="cudnn")`, which JAX refuses for absent GPUs."""
+    scale = q.shape[-1] ** -0.5
+
+    @jax.custom_vjp
+    def attended(*heads: Array) -> Array:
+        return forward(*heads)[0]
+
+    def forward(*heads: Array) -> tuple[Array, Any]:
+        out, logs = attention.attend(*heads, causal=True, scale=scale)
+        return out, (*heads, out, logs)
+
+    def backward(kept: Any, g: Array) -> tuple[Array, Array, Array]:
+        return attention.gradients(g, *kept, causal=True, scale=scale, states_workspace=states_workspace)
+
+    attended.defvjp(forward, backward)
+    return attended(*(t.swapaxes(1, 2) for t in (q, k, v))).swapaxes(1, 2)
+
+
+def block(x: Array, p: Tree, config: LanguageConfig, attend: Callable[..., Array]) -> Array:
     batch, length, width = x.shape
     y = norm(x, p["attention_norm"], config.eps)
     q, k, v = ((y @ p[name]).reshape(batch, length, config.heads, -1) for name in ("query", "key", "value"))
     base = config.rotary or 1.0
-    attended = jax.nn.dot_product_attention(rotary(q, base), rotary(k, base), v, is_causal=True)
+    attended = attend(rotary(q, base), rotary(k, base), v)
     x = x + attended.reshape(batch, length, width) @ p["output"]
     y = norm(x, p["mlp_norm"], config.eps)
     return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
@@ -72,19 +93,24 @@ def step(config: LanguageConfig, way: str, rows: NamedSharding) -> Callable[...,
 
     Args:
         config: the model.
-        way: "unrolled", "scan", or "scan, checkpoint".
+        way: "unrolled", "scan", or "scan, checkpoint"; of these for GPUs also "unrolled, cuDNN", and so on.
         rows: how the texts of a batch are divided among devices, and what layers make of them.
     """
+    attend: Callable[..., Array] = partial(jax.nn.dot_product_attention, is_causal=True)
+    if "cuDNN" in way:
+        is_absent = rows.mesh.devices.flat[0] not in jax.devices()
+        kernel, specs = partial(causal_by_cudnn, states_workspace=is_absent), (rows.spec,) * 3
+        attend = jax.shard_map(kernel, mesh=rows.mesh, in_specs=specs, out_specs=rows.spec, check_vma=False)
 
     def turn(x: Array, p: Tree) -> Array:
-        return block(jax.lax.with_sharding_constraint(x, rows), p, config)
+        return block(jax.lax.with_sharding_constraint(x, rows), p, config, attend)
 
     turn = jax.checkpoint(turn) if "checkpoint" in way else turn
 
     def loss(parameters: Tree, tokens: Array) -> Array:
         p = jax.tree.map(lambda w: w.astype(jnp.bfloat16), parameters)
         x = p["embedding"][tokens[:, :-1]]
-        if way == "unrolled":
+        if "unrolled" in way:
             for each in p["layers"]:
                 x = turn(x, each)
         else:
@@ -105,5 +131,5 @@ def step(config: LanguageConfig, way: str, rows: NamedSharding) -> Callable[...,
 
 def state(config: LanguageConfig, way: str) -> Any:
     """What a step is given and gives, as types: the parameters, and what the optimiser keeps."""
-    given = parameters(config, stacked=way != "unrolled")
+    given = parameters(config, stacked="unrolled" not in way)
     return given, jax.eval_shape(optax.adamw(3e-4).init, given)

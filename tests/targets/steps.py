@@ -45,7 +45,8 @@ from tests.targets.tables import Table
 
 TARGETS = ("gpu h100", "tpu v5e")
 WAYS = ("auto", "inlined", "batched", "rolled", "dispatched")
-IN_JAX = ("unrolled", "scan", "scan, checkpoint")
+CUDNN = ("unrolled, cuDNN", "scan, checkpoint, cuDNN")  # with its kernels of attention, on GPUs alone
+IN_JAX = ("unrolled", "scan", "scan, checkpoint", *CUDNN)
 HEAD = f"""\
 Written by `python -m tests.targets.steps`, with popxl {VERSION} and jax {jax.__version__}.
 
@@ -195,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = Table(HEAD, given.into)
     for target in given.targets:
         for layers in given.layers:
-            for way in given.ways:
+            for way in (w for w in given.ways if w not in CUDNN or target.startswith("gpu")):
                 heads, hidden = max(1, given.width // 128), given.hidden or given.width * 11 // 4
                 sizes = Sizes(layers, given.width, heads, hidden, given.vocabulary)
                 how = {} if way in IN_JAX else {"clip": given.clip, "memory": given.memory}

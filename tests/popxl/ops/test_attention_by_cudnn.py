@@ -1,11 +1,12 @@
 """Attention by cuDNN's kernels: what goes in and out of them, and what they leave to the plain implementation.
 
-Here are no GPUs: plain attention stands in for the kernels. That they are asked for as JAX does is seen in what is
-lowered for GPUs; their numbers are compared where there is one, by tests of `ops.attention` (docs/contributing.md).
+Here are no GPUs: plain attention stands in for the kernels. How they are called is seen in what is lowered for GPUs;
+their numbers are compared where there is one, by tests of `ops.attention` (docs/contributing.md).
 """
 
 from __future__ import annotations
 
+import json
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -38,15 +39,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         out, logs = attention_forward.plain(q, k, v, None, None, causal=causal, scale=scale, dropout=0.0)
         return out.astype(q.dtype), logs
 
-    def backward(g: Any, q: Any, k: Any, v: Any, out: Any, logs: Any, causal: bool, scale: float) -> Any:
+    def backward(g: Any, q: Any, k: Any, v: Any, out: Any, logs: Any, causal: bool, scale: float, **_: Any) -> Any:
         shapes.append(q.shape)
         how = {"causal": causal, "scale": scale, "dropout": 0.0, "is_part": True}
         grads = attention_backward.plain(g, q, k, v, out, logs, None, None, **how)
         return tuple(t.astype(q.dtype) for t in grads)
 
     monkeypatch.setattr(attention, "SHORTEST", 2)
-    monkeypatch.setattr(jax_private, "cudnn_attention", forward)
-    monkeypatch.setattr(jax_private, "cudnn_attention_gradients", backward)
+    monkeypatch.setattr(attention, "attend", forward)
+    monkeypatch.setattr(attention, "gradients", backward)
     return shapes
 
 
@@ -113,21 +114,42 @@ def test_what_has_no_kernel(shape, dtype, mask, dropout, calls) -> None:
     [("9.0", 91002, True), ("8.0", 90000, True), ("7.5", 91002, False), ("9.0", 0, False), ("gfx942", 91002, False)],
 )
 def test_which_gpus(capability, version, found, monkeypatch) -> None:
+    """One that is absent has cuDNN."""
     monkeypatch.setattr(jax_private, "cudnn_version", lambda: version)
     device: Any = SimpleNamespace(compute_capability=capability)
-    assert bool(attention.overrides(device)) is found
-    assert attention.overrides(SimpleNamespace()) == {}  # type: ignore[arg-type]
+    assert bool(attention.overrides(device, is_here=True)) is found
+    assert bool(attention.overrides(device, is_here=False)) is (capability in ("9.0", "8.0"))
+    assert attention.overrides(SimpleNamespace(), is_here=True) == {}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_jax_asks_cudnn(replicas) -> None:
-    """For both kernels, with scores that a mask hides, on any number of replicas."""
+def test_calls(replicas) -> None:
+    """Of both kernels, with scores that a mask hides, on any number of replicas, as JAX writes them."""
 
     def step(q: Any, k: Any, v: Any) -> Any:
         out, logs = attention.attention_forward(q, k, v, None, None, **HOW)
-        return attention.attention_backward(out, q, k, v, out, logs, None, None, **HOW)
+        return attention.attention_backward(out, q, k, v, out, logs, None, None, **HOW, states_workspace=True)
 
-    given = operands((replicas, 2, 4, 64, 32), (replicas, 2, 2, 64, 32))
+    given = operands((replicas, 2, 4, 64, 32), (replicas, 2, 2, 96, 32))
     text = jax.jit(jax.vmap(step)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-    assert [len(re.findall(rf"fmhaSoftmax{kind}\W", text)) for kind in ("", "Backward")] == [1, 1]
-    assert text.count("CAUSAL") == 2 and f"tensor<{replicas * 2}x64x4x32xbf16>" in text
+    calls = [line for line in text.splitlines() if "fmhaSoftmax" in line]
+    assert [re.search(r"fmhaSoftmax(\w*)", call)[1] for call in calls] == ["", "Backward"]
+    texts = 2 * replicas
+    q, k = f"tensor<{texts}x64x4x32xbf16>", f"tensor<{texts}x96x2x32xbf16>"
+    dq, dk, logs = f"tensor<{texts}x4x64x32xbf16>", f"tensor<{texts}x2x96x32xbf16>", f"tensor<{texts}x4x64xf32>"
+    workspace = 4 * texts * 4 * 64 * (32 + 1)
+    for call, types in zip(
+        calls,
+        (
+            f"({q}, {k}, {k}) -> ({dq}, {logs}, tensor<0xui8>)",
+            f"({q}, {k}, {k}, {logs}, {q}, {q}) -> ({dq}, {dk}, {dk}, tensor<{workspace}xui8>)",
+        ),
+        strict=True,
+    ):
+        assert call.endswith(types), call
+        assert "api_version = 2" in call and "dense<[3, 1, 2, 0]>" in call
+        settings = re.search(r'backend_config = "(.*?)", ', call)[1].replace("\\22", '"')
+        found = json.loads(settings)["cudnn_fmha_backend_config"]
+        assert (found["mask_type"], found["fmha_scale"], found["is_flash_attention"]) == ("CAUSAL", 0.3, True)
+        assert found["intermediate_tensor_shape"]["dimensions"] == [f"{texts}", "4", "64", "96"]
+        assert sum(name.endswith("_dot_dimension_numbers") for name in found) == (4 if "Backward" in call else 2)

@@ -391,8 +391,8 @@ def attention(
 
     On TPUs, texts of float32 or bfloat16 whose lengths are multiples of 128 go through Pallas kernels, unless there is
     a mask, dropout, or more than 256 channels. On NVIDIA GPUs, texts of float16 or bfloat16 go through cuDNN's kernels,
-    unless there is a mask, dropout, fewer than 64 queries or keys, or more than 128 channels (docs/targets.md). All else
-    is computed in blocks of plain JAX.
+    unless there is a mask, dropout, fewer than 64 queries or keys, or more than 128 channels (docs/targets.md). All
+    else is computed in blocks of plain JAX.
 
     Args:
         queries: tensor of shape `(..., heads, length, channels)`, or without heads `(length, channels)`.

@@ -90,9 +90,9 @@ class SessionOptions(BaseModel):
         default=0,
         ge=0,
         description="Bytes of a device's memory that a program shall need at most; 0 if it may have all. Where the "
-        "compiler of a TPU has a choice, it orders ops so that they need no more, in place of overlapping copies with "
-        "them. A memory plan within a budget sets it. Programs that need more are compiled, too: "
-        "`session.memory()` says how much.",
+        "compiler of a TPU or GPU has a choice, it orders ops so that they need no more, in place of overlapping "
+        "copies and exchanges with them. A memory plan within a budget sets it. Programs that need more are compiled, "
+        "too: `session.memory()` says how much.",
     )
     placement: Literal["auto", "several", "one"] = Field(
         default="auto",

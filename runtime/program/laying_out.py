@@ -9,6 +9,7 @@ from popxl.core.aliasing import reachable, used_storages, written_tensors
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.ir import Ir
+from popxl.values.spec import size_in_bytes
 from runtime import processes
 from runtime.lowering import remote_buffers as remote
 from runtime.plan.decision import decide
@@ -37,7 +38,7 @@ def layout_for(ir: Ir, device: Device, mode: str | None = None) -> Layout:
         device.target is None,
         dimensions,
         ir.adjacent_replicas,
-        memory_limit=_memory_limit(ir.options.memoryBudget, device),
+        memory_limit=_memory_limit(ir, device),
     )
     layout = lay_out(ir, compile_target, mode)
     if is_divided:
@@ -46,10 +47,16 @@ def layout_for(ir: Ir, device: Device, mode: str | None = None) -> Layout:
     return layout
 
 
-def _memory_limit(budget: int, device: Device) -> int | None:
-    """Percentage of a device's memory for a budget in bytes; `None` without a budget, and for unknown chips."""
-    figures = device.chip
-    return min(math.ceil(100 * budget / figures.memory_bytes), 100) if budget and figures is not None else None
+def _memory_limit(ir: Ir, device: Device) -> int | None:
+    """Percentage that XLA's scheduler takes for a budget: on TPUs of a device's memory, on GPUs of four fifths of it
+    without the arguments. `None` without a budget, and for unknown chips."""
+    budget, figures = ir.options.memoryBudget, device.chip
+    if not budget or figures is None:
+        return None
+    if device.jax_devices[0].platform != "gpu":
+        return min(math.ceil(100 * budget / figures.memory_bytes), 100)
+    held = sum(map(size_in_bytes, held_variables(ir.main_graph)))
+    return max(1, min(math.floor(100 * (budget - held) / (0.8 * figures.memory_bytes - held)), 95))  # 95 by default
 
 
 def lay_out(ir: Ir, compile_target: CompileTarget, mode: str | None = None) -> Layout:

@@ -85,7 +85,7 @@ class CompileTarget:
         dimensions: mesh dimensions of the replicas; by default a single one. See `runtime.targets.mesh`.
         adjacent: number of replicas whose devices for an IPU are adjacent: see `popxl.base.distributed.Share`.
         is_part: whether these devices form one IPU of a program whose other IPUs may belong to other processes.
-        memory_limit: percentage of the device's memory within which XLA orders ops, on TPUs; `None` for all.
+        memory_limit: percentage of its memory that XLA's scheduler takes at most, on TPUs and GPUs; `None` for all.
         is_here: whether the devices are present, in this process or others. If not, this process only compiles for all
             of them, on whichever hosts they would be.
 
@@ -163,7 +163,10 @@ class CompileTarget:
     def compile_options(self) -> Mapping[str, str | bool] | None:
         """XLA compile options for these devices."""
         if self.platform == "gpu":
-            return _EXACT_ROUNDING
+            if self.memory_limit is None:
+                return _EXACT_ROUNDING
+            limit = {_GPU_MEMORY_LIMIT: str(self.memory_limit), "xla_disable_hlo_passes": "rematerialization"}
+            return {**_EXACT_ROUNDING, **limit}
         if self.platform != "cpu":
             return None if self.memory_limit is None else {_MEMORY_LIMIT: str(self.memory_limit)}
         from runtime.cpu.flags import compile_options  # of no use elsewhere
@@ -229,6 +232,10 @@ takes twice as much memory as the program says."""
 _MEMORY_LIMIT = "xla_tpu_scheduler_percent_shared_memory_limit"
 """Percentage of a TPU's memory that XLA's scheduler takes at most. Other options limit the whole program, and XLA
 recomputes what it likes where an order of ops is not enough."""
+
+_GPU_MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
+"""Percentage of a GPU's free memory that XLA's scheduler takes at most: it gathers weights of sharded layers less
+early. It would recompute what it likes, too, which is left out."""
 
 _NO_TILES_MESSAGE = "Couldn't find output tile sizes"
 """How XLA refuses to write a product as a kernel of its own. On a GPU it tries kernels of several tiles, and leaves out

@@ -85,6 +85,9 @@ def test_a_program_with_a_plan_is_compiled_as_the_plan_was_made() -> None:
         "xla_tpu_scheduler_percent_shared_memory_limit": "20"  # of 15.75 GiB
     }
     assert session.memory().device > 0
+    options = popxl.Session(ir, "gpu h100").program.layout.compile_target.compile_options
+    assert options["xla_gpu_memory_limit_slop_factor"] == "4"  # of four fifths of 85 GB
+    assert options["xla_disable_hlo_passes"] == "rematerialization"
 
 
 class Twice(addons.Module):

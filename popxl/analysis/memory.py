@@ -114,7 +114,7 @@ class Memory(OnPage, DeviceMemory):
         variables_on_host: bytes of the host copies of the variables, and of the initial values of remote variables.
         temporaries_on_host: bytes of temporaries in host memory, as XLA reports them.
         host: all that is needed of the host's memory.
-        budget: bytes of a device that the program shall need at most (`ir.options.memoryBudget`); 0 for any number.
+        budget: bytes of a device that the program shall need at most (`ir.options.memoryBudget`); 0 without a budget.
         moments: the steps. In one program they are those of its graphs, whatever XLA says.
         tensors: the values that are held between steps.
 

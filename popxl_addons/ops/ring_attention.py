@@ -70,7 +70,8 @@ def _ring_backward(
             (k, v), (dq, dk, dv) = lax.optimization_barrier(((k, v), (dq, dk, dv)))
             coming = _shift_arrays(group, -1, k, v)
         is_later = causal & (group.rank + distance < group.size)
-        dk, dv = _shift_arrays(group, -1, *lax.optimization_barrier((dk, dv)))  # in float32, as said
+        dk, dv = lax.optimization_barrier((dk, dv))  # or XLA sends the dtype that a kernel rounded them to, not float32
+        dk, dv = _shift_arrays(group, -1, dk, dv)
         more = gradients(k, v, jnp.where(is_later, jnp.inf, logs), False)  # for later positions all weights are 0
         dq, dk, dv = (t + each for t, each in zip((dq, dk, dv), more, strict=True))
     return dq, *_shift_arrays(group, -1, dk.astype(k.dtype), dv.astype(v.dtype))

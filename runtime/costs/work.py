@@ -247,13 +247,14 @@ def _sized_product(instruction: Instruction, operands: list[Shape], result: Shap
     return SizedProduct(_product(operands[0], instruction), flops, batch, rows, columns, depth)
 
 
-def _of_library_attention(instruction: Instruction, queries: Shape) -> SizedProduct:
+def _of_library_attention(instruction: Instruction, queries: Shape) -> SizedProduct | None:
     """Products of cuDNN's attention, as one: of scores and results, or of scores anew and four gradients.
 
-    Its settings have the shape of the scores. Kernels leave out blocks that a causal mask hides.
+    Its settings have the shape of the scores; `None` without it. Kernels leave out blocks that a causal mask hides.
     """
     scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions": ?\[(.*?)\]', instruction.text)
-    assert scores, instruction
+    if scores is None:
+        return None
     batch, heads, rows, columns = map(int, re.findall(r"\d+", scores[1]))
     depth = queries.dimensions[-1]
     is_causal = re.search(r'"mask_type": ?"CAUSAL"', instruction.text)

@@ -1,7 +1,7 @@
 """Attention by cuDNN's kernels, on NVIDIA GPUs: programs call them, and cuDNN generates them where it is.
 
 Scores stay within the kernels, which read and write no more than operands, results and a workspace. For an absent GPU,
-XLA compiles such a call only as a name, and would count no workspace, so it is stated here; the program is compiled
+XLA compiles such a call only as a name, and would count no workspace, so the program allocates one; it is compiled
 again where it is loaded. Targets, operands and settings of the calls are those of `jax.nn.dot_product_attention`.
 """
 
@@ -42,7 +42,7 @@ def overrides(device: jax.Device, is_here: bool) -> Mapping[Kernel, KernelImpl]:
     generation = str(getattr(device, "compute_capability", "0")).partition(".")[0]
     if not generation.isdecimal() or int(generation) < 8 or (is_here and jax_private.cudnn_version() < OLDEST):
         return {}
-    return {of_forward: attention_forward, of_backward: partial(attention_backward, states_workspace=not is_here)}
+    return {of_forward: attention_forward, of_backward: partial(attention_backward, allocates_workspace=not is_here)}
 
 
 def _is_supported(queries: Array, keys: Array, values: Array, mask: Any, dropout: float) -> bool:
@@ -86,17 +86,17 @@ def attention_backward(
     causal: bool,
     scale: float,
     dropout: float,
-    states_workspace: bool = False,
+    allocates_workspace: bool = False,
 ) -> tuple[Array, Array, Array]:
     """`popxl.ops.attention.attention_backward`. Results over more keys, with their sums, make it a part.
 
     Args:
-        states_workspace: whether the program allocates the workspace that cuDNN would ask for.
+        allocates_workspace: whether the program allocates the workspace that cuDNN would ask for.
     """
     if not _is_supported(queries, keys, values, mask, dropout):
         how = {"causal": causal, "scale": scale, "dropout": dropout}
         return attended_backward_anew(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
-    backward = _per_batch(partial(gradients, causal=causal, scale=scale, states_workspace=states_workspace))
+    backward = _per_batch(partial(gradients, causal=causal, scale=scale, allocates_workspace=allocates_workspace))
     given = map(_of_four, (g.astype(queries.dtype), queries, keys, values, out.astype(queries.dtype)))
     dq, dk, dv = backward(*given, logs.reshape(_of_four(queries).shape[:-1]))
     return dq.reshape(queries.shape), dk.reshape(keys.shape), dv.reshape(values.shape)
@@ -151,7 +151,7 @@ def gradients(
     logs: Array,
     causal: bool,
     scale: float,
-    states_workspace: bool = False,
+    allocates_workspace: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Call the kernel of attention's gradients, of queries, keys and values.
 
@@ -168,14 +168,14 @@ def gradients(
     }
     settings = _settings(queries, keys, causal, scale, products)
     # Gradients of queries are summed in float32, and products of results and their gradients for each row.
-    workspace = 4 * (queries.size + logs.size) if states_workspace else 0
+    workspace = 4 * (queries.size + logs.size) if allocates_workspace else 0
     operands = (queries, keys, values, logs, g, out)
     dq, dk, dv = _call(BACKWARD, settings, operands, (queries, keys, values), workspace)
     return dq, dk, dv
 
 
 def _call(
-    name: str, settings: Mapping[str, Any], operands: tuple[Array, ...], like: tuple[Any, ...], workspace: int
+    name: str, settings: dict[str, Any], operands: tuple[Array, ...], like: tuple[Any, ...], workspace: int
 ) -> list[Array]:
     """Call a kernel of cuDNN.
 
@@ -192,7 +192,7 @@ def _call(
         [*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)],
         output_layouts=[*((0, 2, 1, 3) if t.ndim == 4 else None for t in results), None],
         custom_call_api_version=2,  # with settings as text
-        legacy_backend_config=json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": dict(settings)}),
+        legacy_backend_config=json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": settings}),
     )
     return list(call(*(t.swapaxes(1, 2) if t.ndim == 4 else t for t in operands))[:-1])
 

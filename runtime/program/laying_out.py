@@ -49,14 +49,15 @@ def layout_for(ir: Ir, device: Device, mode: str | None = None) -> Layout:
 
 def _memory_limit(ir: Ir, device: Device) -> int | None:
     """Percentage that XLA's scheduler takes for a budget: on TPUs of a device's memory, on GPUs of four fifths of it
-    without the arguments. `None` without a budget, and for unknown chips."""
+    without the arguments. `None` without a budget, for unknown chips, and where the arguments leave a GPU nothing."""
     budget, figures = ir.options.memoryBudget, device.chip
     if not budget or figures is None:
         return None
     if device.jax_devices[0].platform != "gpu":
         return min(math.ceil(100 * budget / figures.memory_bytes), 100)
     held = sum(map(size_in_bytes, held_variables(ir.main_graph)))
-    return max(1, min(math.floor(100 * (budget - held) / (0.8 * figures.memory_bytes - held)), 95))  # 95 by default
+    free = 0.8 * figures.memory_bytes - held
+    return max(1, min(math.floor(100 * (budget - held) / free), 95)) if free > 0 else None  # 95 by default
 
 
 def lay_out(ir: Ir, compile_target: CompileTarget, mode: str | None = None) -> Layout:

@@ -105,6 +105,8 @@ custom_call_target="__cudnn$fmhaSoftmaxBackward", {settings}
     pairs, of_q, of_k, of_logs = 6 * 7 // 2, 2 * 2 * 4 * 6 * 32, 2 * 2 * 2 * 6 * 32, 4 * 2 * 4 * 6
     assert total.products == {Product("bfloat16", "default"): (2 + 5) * 2 * 2 * 4 * pairs * 32}
     assert total.bytes == (2 * of_q + 2 * of_k + of_logs) + (4 * of_q + 4 * of_k + of_logs)
+    without = account_of(parse_hlo(text.replace(scores, '"fmha_scale":1'))).total
+    assert without.products == {} and without.bytes == total.bytes
 
 
 def test_loops_count_as_often_as_they_turn() -> None:

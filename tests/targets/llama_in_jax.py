@@ -58,7 +58,7 @@ def rotary(x: Array, base: float) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def causal_by_cudnn(q: Array, k: Array, v: Array, states_workspace: bool) -> Array:
+def causal_by_cudnn(q: Array, k: Array, v: Array, allocates_workspace: bool) -> Array:
     """`jax.nn.dot_product_attention(…, is_causal=True, implementation="cudnn")`, which JAX refuses for absent GPUs."""
     scale = q.shape[-1] ** -0.5
 
@@ -71,7 +71,7 @@ def causal_by_cudnn(q: Array, k: Array, v: Array, states_workspace: bool) -> Arr
         return out, (*heads, out, logs)
 
     def backward(kept: Any, g: Array) -> tuple[Array, Array, Array]:
-        return attention.gradients(g, *kept, causal=True, scale=scale, states_workspace=states_workspace)
+        return attention.gradients(g, *kept, causal=True, scale=scale, allocates_workspace=allocates_workspace)
 
     attended.defvjp(forward, backward)
     return attended(*(t.swapaxes(1, 2) for t in (q, k, v))).swapaxes(1, 2)
@@ -99,7 +99,7 @@ def step(config: LanguageConfig, way: str, rows: NamedSharding) -> Callable[...,
     attend: Callable[..., Array] = partial(jax.nn.dot_product_attention, is_causal=True)
     if "cuDNN" in way:
         is_absent = rows.mesh.devices.flat[0] not in jax.devices()
-        kernel, specs = partial(causal_by_cudnn, states_workspace=is_absent), (rows.spec,) * 3
+        kernel, specs = partial(causal_by_cudnn, allocates_workspace=is_absent), (rows.spec,) * 3
         attend = jax.shard_map(kernel, mesh=rows.mesh, in_specs=specs, out_specs=rows.spec, check_vma=False)
 
     def turn(x: Array, p: Tree) -> Array:

@@ -128,7 +128,7 @@ def test_calls(replicas) -> None:
 
     def step(q: Any, k: Any, v: Any) -> Any:
         out, logs = attention.attention_forward(q, k, v, None, None, **HOW)
-        return attention.attention_backward(out, q, k, v, out, logs, None, None, **HOW, states_workspace=True)
+        return attention.attention_backward(out, q, k, v, out, logs, None, None, **HOW, allocates_workspace=True)
 
     given = operands((replicas, 2, 4, 64, 32), (replicas, 2, 2, 96, 32))
     text = jax.jit(jax.vmap(step)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()

@@ -43,6 +43,7 @@ from popxl.core.traits import (
     OnIpus,
     Overwrites,
     Placed,
+    Prefetched,
     RealOnly,
     RecomputedFrom,
     Requirement,
@@ -154,6 +155,7 @@ class OpKind:
         self.placed: Placed | None = known.get(Placed)
         self.effect = Effect in known
         self.schedules = Schedules in known
+        self.prefetched = Prefetched in known
         self.exchange: str = known[Exchange].attribute if Exchange in known else ""
         self.between_replicas = BetweenReplicas in known
         self._between: BetweenReplicas = known.get(BetweenReplicas, BetweenReplicas())

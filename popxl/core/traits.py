@@ -145,6 +145,15 @@ class Schedules(Trait):
 
 
 @dataclass(frozen=True)
+class Prefetched(Trait):
+    """The op may run ahead of the ops that read its result, but at most one call ahead: results wait in memory.
+
+    Its operands are computed no earlier than the call before the surrounding one, where a compiler would prefetch
+    without limit. Operands that are there already are not held back.
+    """
+
+
+@dataclass(frozen=True)
 class Exchange(Trait):
     """The op moves data between the device and the outside. Such ops can be merged into one that makes several moves.
 

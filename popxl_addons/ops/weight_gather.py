@@ -19,7 +19,7 @@ from popxl import OpKind
 from popxl.extend.collectives import Group, all_gather_kind, members, shard_length
 from popxl.extend.graphs import reachable
 from popxl.extend.ops import REFUSED, Op
-from popxl.op import BetweenReplicas
+from popxl.op import BetweenReplicas, Prefetched
 from popxl.replica_grouping import ReplicaGrouping
 
 
@@ -54,7 +54,7 @@ _gather = OpKind(
     shape=lambda t, *sent, shape, stride, group_size: popxl.TensorSpec(shape, (t, *sent)[-1].dtype),
     gradient={"t": _own_shard_of_mean},
     result="{t}_all_gathered",
-    traits=[BetweenReplicas("same")],
+    traits=[BetweenReplicas("same"), Prefetched()],
 )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
-from runtime.costs.hlo import HOST, Instruction, Module, Shape
+from runtime.costs.hlo import HOST, Computation, Instruction, Module, Shape
 from runtime.lowering.scopes import graph_of, source_of
 
 COLLECTIVES = frozenset(
@@ -39,6 +39,9 @@ _DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float
 """XLA's names of dtypes, and those of the figures. All that begin with "f8" are float8."""
 
 _SLICES = frozenset({"dynamic-slice", "slice", "gather"})
+
+_REARRANGED = frozenset({"bitcast", "broadcast", "copy", "reshape", "reverse", "transpose"})
+"""Instructions each element of whose result is one of their operand's."""
 
 
 class Collective(NamedTuple):
@@ -331,9 +334,11 @@ def _traffic(instruction: Instruction) -> Iterator[tuple[int, int]]:
     operands, results = instruction.operand_shapes, instruction.results
     if instruction.kind == "fusion":
         (inside,) = instruction.called
+        needed = _elements_read(inside)
         for number, shapes in enumerate(operands):
-            memory = shapes[0].memory if shapes else 0
-            yield memory, _bytes_read(inside.parameters[number])
+            given = inside.parameters[number]
+            whole = sum(shape.bytes for shape in given.results)
+            yield shapes[0].memory if shapes else 0, whole * needed[given] // max(1, _elements(given))
         written = _bytes_written(inside.root)
         if instruction.opcode.endswith("-start"):  # its operands and a number stand around the results
             results = results[-1 - len(written) : -1]
@@ -362,21 +367,35 @@ def _traffic(instruction: Instruction) -> Iterator[tuple[int, int]]:
                 yield shape.memory, shape.bytes
 
 
-def _bytes_read(parameter: Instruction) -> int:
-    """Bytes read by a fusion from one parameter; only the sliced bytes, if all users are slices."""
-    whole = sum(shape.bytes for shape in parameter.results)
-    count = 0
-    for user in parameter.users:
-        sources = [each and each.source for each in user.operands]
-        is_first = sources[:1] == [parameter]
-        if user.opcode in _SLICES and is_first:
-            count += user.results[0].bytes
-        elif user.opcode == "fusion":
-            (nested,) = user.called
-            count += sum(_bytes_read(nested.parameters[n]) for n, each in enumerate(sources) if each is parameter)
-        elif user.opcode != "dynamic-update-slice" or not is_first:
-            return whole
-    return min(whole, count)
+def _elements_read(fused: Computation) -> Counter[Instruction]:
+    """How many elements of each instruction of a fusion the results need: of what is sliced later, those of the slice.
+
+    A fusion computes, and reads, no others.
+    """
+    read = Counter({fused.root: _elements(fused.root)})
+    for user in reversed(fused.instructions.values()):
+        for position, operand in enumerate(user.operands):
+            if operand is not None:
+                needed = _elements_needed(user, position, read[user])
+                read[operand] = min(_elements(operand), read[operand] + needed)
+    return read
+
+
+def _elements_needed(user: Instruction, position: int, count: int) -> int:
+    """How many elements of an operand an instruction reads, at most, for `count` elements of its results."""
+    whole = sum(shape.elements for shape in user.operand_shapes[position])
+    if user.opcode in _SLICES and position == 0 or user.opcode in _EACH or user.opcode in _REARRANGED:
+        return min(whole, count)
+    if user.opcode == "dynamic-update-slice" and position == 0:
+        return 0
+    if user.opcode == "fusion":
+        (nested,) = user.called
+        return _elements_read(nested)[nested.parameters[position]]
+    return whole
+
+
+def _elements(instruction: Instruction) -> int:
+    return sum(shape.elements for shape in instruction.results)
 
 
 def _bytes_written(root: Instruction) -> list[int]:

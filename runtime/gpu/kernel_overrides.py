@@ -13,12 +13,14 @@ from popxl.ops.kernels.elements import full_after, recompute
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from popxl.ops.kernels.sums import exponentials, softmax_gradient
 from runtime import memory_spaces
+from runtime.fake_dependency import computed_after
 from runtime.gpu import loop_buffers
 from runtime.gpu import sums as of_sums
 
 OVERRIDES: Mapping[Kernel, KernelImpl] = {
     **memory_spaces.OVERRIDES,
     memory.scheduled_together: memory_spaces.available_together,
+    memory.prefetched_after: lambda value, other: computed_after(value, [other]),
     attention_backward: attended_backward_anew,
     **products.OF_HALVES,
     convolutions.convolved: convolutions.convolved_halves,
@@ -30,6 +32,7 @@ OVERRIDES: Mapping[Kernel, KernelImpl] = {
 }
 """Recomputation that is scheduled after all gradients of the next layer: XLA for GPUs would put off those of weights,
 and keep their operands. (For TPUs, such a barrier only keeps products and updates of weights from being one kernel.)
+Weights that are gathered at most a layer ahead: XLA for GPUs would gather those of many layers, and keep them.
 Gradients behind a barrier: without one, XLA would keep the tanh or erf of each element from the forward pass on, in
 float32. Buffers that are written when they are needed. Float8 decoded before a convolution: XLA hands it to cuDNN else,
 which has none of these formats. And sums along rows, in a form that XLA makes one kernel of."""

@@ -30,6 +30,7 @@ from popxl.streams import HostToDeviceStream, Stream
 from runtime.fake_dependency import computed_after
 from runtime.lowering.collective_order import after_token, first_token, next_token
 from runtime.lowering.environment import Environment
+from runtime.targets.replicas import is_on_host
 
 Position = int | Array
 
@@ -63,6 +64,8 @@ class Channels:
     Attributes:
         running: the mask of the current branch; `None` outside of vmapped branches. Replicas on one device run both
             branches, and select results by the mask.
+        prefetched_after: the result that prefetches of the current call wait for: the last one before the call that
+            preceded it. `None` if there is none.
     """
 
     def __init__(self, channels: Mapping[Any, State], running: Array | None = None) -> None:
@@ -74,6 +77,8 @@ class Channels:
         self._slots_before = self._slots()  # when one was last fetched, or all began
         self._computed_before = self._computed
         self._later_slots: dict[RemoteBuffer, Array] = {}  # for fetches after the next result
+        self.prefetched_after: Array | None = None
+        self._before_call: Array | None = None  # computed last before the current call
 
     def load(self, stream: Stream) -> Array:
         """Load the next element of a stream."""
@@ -233,6 +238,12 @@ class Channels:
         """Continue after a loop or branch: take over its channel states, and record its results."""
         self._channels.update(loop_channels.in_iteration(positions)._channels)
         self.record_computed(computed)
+
+    def enter_call(self) -> None:
+        """Record that a call begins that prefetches."""
+        self.prefetched_after = self._before_call
+        if self._computed is not None and not is_on_host(self._computed):
+            self._before_call = self._computed
 
     def record_computed(self, computed: Any) -> None:
         """Record the last result: real numbers, because integers may be slot numbers."""

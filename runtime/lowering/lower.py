@@ -30,6 +30,7 @@ from popxl.core.tensor import Tensor
 from popxl.core.traits import chooses, is_call
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
+from popxl.ops.kernels import memory
 from popxl.ops.kernels.kernel import overriding_kernels
 from popxl.ops.kernels.rounding import round_stochastically
 from popxl.ops.kernels.words import fold_in
@@ -82,6 +83,7 @@ class Lowering:
         self.prints_in_order = in_order and not copies_to_host and replicas.count == 1  # JAX: of one device
         self._options = options
         self._noinline = {graph for graph, sites in call_sites.items() if keep_calls and sites > 1}
+        self._prefetched = {t.producer for g in call_sites for op in g.ops if op.kind.prefetched for t in op.inputs}
         self._functions = cache(self._noinline_function)
 
     @cached_property
@@ -152,6 +154,9 @@ class Lowering:
                 overriding_kernels(self.replicas.platform, self.hooks.overrides),
                 jax.default_matmul_precision(self._options.precision),
             ):
+                after = context.channels.prefetched_after if op in self._prefetched else None
+                if after is not None:
+                    operands = [memory.prefetched_after(value, after) for value in operands]
                 seed = context.channels.rounding_seed(op)
                 if seed is not None and not op.kind.between_replicas:  # collectives exchange their operands unwidened
                     operands = [*map(widen, operands)]
@@ -239,6 +244,8 @@ class Lowering:
         self, graph: Graph, inputs: Sequence[Array | PackedSlot], context: Context, sharing: Sharing
     ) -> Results:
         values, same = bind_inputs(graph, inputs, sharing)
+        if not self._prefetched.isdisjoint(graph.ops):
+            context.channels.enter_call()
         with of_graph(graph, context.depth):
             ops = self.scheduling.schedule(graph)
             environment = self.lower_ops(ops, values, context.in_graph(inputs), same)

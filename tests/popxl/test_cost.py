@@ -223,6 +223,18 @@ def network(ir: popxl.Ir) -> int:
 
 
 @pytest.mark.here
+def test_fusions_read_what_their_slices_need() -> None:
+    """Elements that a later slice leaves out are neither computed nor read, whatever comes before it."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x, y = (popxl.variable(np.ones((64, 32)), popxl.float32, name) for name in "xy")
+        row = ops.slice_(ops.exp(x) * y + 1.0, start=[3], stop=[4])
+        ops.host_store(popxl.d2h_stream(row.shape, row.dtype), row)
+    cost = popxl.Session(ir).cost()
+    assert (cost.kernels, cost.bytes_accessed) == (1, 3 * 4 * 32)
+
+
+@pytest.mark.here
 @pytest.mark.parametrize("calls", ["inlined", "dispatched"])
 def test_a_session_has_its_cost(calls: Any) -> None:
     ir = popxl.Ir(replication=2)

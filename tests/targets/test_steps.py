@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 import popxl
+from runtime.costs.hlo import parse_hlo
+from runtime.costs.work import collectives_of, is_kernel
 from tests.benchmarks import blocks
 from tests.targets.steps import Sizes, in_jax, session_of
 
@@ -59,3 +61,15 @@ def test_gradients_of_weights_copy_no_rows() -> None:
     sizes = Sizes(layers=1, width=256, heads=2, hidden=512, vocabulary=128, texts=2, length=128)
     cost = session_of(sizes, "inlined", "tpu v5e").cost()
     assert cost.cycles is not None and cost.cycles <= in_jax(sizes, "unrolled", "tpu v5e").cycles
+
+
+@pytest.mark.targets
+def test_weights_are_gathered_a_layer_ahead() -> None:
+    """XLA for GPUs would gather those of all layers that the memory has room for: here, of ten, 31 MB."""
+    sizes = Sizes(layers=10, width=512, heads=4, hidden=1408, vocabulary=512, texts=1, length=128)
+    (text,) = session_of(sizes, "inlined", "gpu h100:8", memory="nothing").hlo().values()
+    of_layer = 2 * (4 * 512 * 512 + 3 * 512 * 1408)  # bytes
+    kernels = [each for each, _ in parse_hlo(text).entry.runs() if is_kernel(each)]
+    attention = next(i for i, each in enumerate(kernels) if "fmha" in each.target)
+    gathers = (each for kernel in kernels[:attention] for each in collectives_of(kernel, ""))
+    assert 0 < sum(each.bytes for each in gathers if each.kind == "all-gather") < 1.5 * of_layer

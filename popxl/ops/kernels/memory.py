@@ -28,6 +28,12 @@ def computed_after(value: Any, others: Sequence[Any]) -> Any:
 
 
 @Kernel
+def prefetched_after(value: Any, other: Any) -> Any:
+    """`value`, computed after `other` on platforms whose compiler would prefetch it at any earlier time."""
+    return value
+
+
+@Kernel
 def in_host_memory(value: Any) -> Any:
     """Copy `value` to host memory, on devices with separate memory."""
     return value

@@ -96,7 +96,7 @@ def train_step(
         memory: treatment of the activations of the model's layers: kept for the gradient, recomputed or offloaded to
             host memory: a policy (`"everything"`, `"products"`, `"products_without_batch"`, `"nothing"`) or a
             `MemoryPlan`, such as that of a step that was made with a policy. Or a budget, such as `"14 GB"` or bytes of
-            a device: the step is built and compiled separately for the devices of this host, up to three times, for a
+            a device: the step is built and compiled separately for the devices of this host, up to four times, for a
             plan within it; see `plan_memory`, which takes other targets and whole programs. By default all are kept.
         optimizer_state: where the optimiser's state is between steps: on the `"device"`, or in remote buffers on the
             `"host"`, from where the update of each variable loads what belongs to it, and stores it back. `"auto"`,

@@ -24,13 +24,13 @@ def plan_memory(
     budget: str | int,
     target: str | popxl.Target | None = None,
     told: Callable[[str], object] = lambda line: None,
-    compilations: int = 3,
+    compilations: int = 4,
 ) -> BudgetedPlan:
     """A memory plan with which a program fits into a budget of device memory, and takes least time.
 
     The plan comes from one integer program over the activations of the graphs that the model calls: sizes, operations
     and bytes are those of the graphs, times those that the published figures of the target give. The program is then
-    compiled, and the plan corrected by the memory that the compiler says: three compilations at most, the first with
+    compiled, and the plan corrected by the memory that the compiler says: four compilations at most, the first with
     everything kept, and a further one for the smallest plan if none of these fits. Nothing is run.
 
     Args:

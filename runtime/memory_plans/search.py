@@ -13,9 +13,13 @@ from runtime.memory_plans.needs import GraphNeeds
 from runtime.memory_plans.solver import Release, Solution, keep_all, least_seconds, most_bytes, solve
 from runtime.progress import report, stage
 
-COMPILATIONS = 3
-"""How often a program is compiled at most by default: with everything kept, with the plan, and with the corrected plan.
+COMPILATIONS = 4
+"""How often a program is compiled at most by default: with everything kept, with a plan, with the corrected plan, and once
+more if that one is above the budget or uses little of it.
 """
+
+_ENOUGH, _ENOUGH_BEFORE_LAST = 0.9, 0.85
+"""Share of the budget that a plan has to use for another compilation to be left out, and the last one."""
 
 _AIM = 0.95
 """Share of the budget that a plan aims at after a plan above the budget."""
@@ -56,7 +60,9 @@ class PlanSearch:
         peak = last.memory.device
         if peak > self._budget:
             return False
-        return len(self.tried) == 1 or peak >= 0.9 * self._budget or solution.seconds <= 1.01 * self._least_seconds
+        enough = _ENOUGH_BEFORE_LAST if len(self.tried) == self._compilations - 1 else _ENOUGH
+        uses_budget = peak >= enough * self._budget
+        return len(self.tried) == 1 or uses_budget or solution.seconds <= 1.01 * self._least_seconds
 
     @cached_property
     def _least_seconds(self) -> float:

@@ -165,7 +165,7 @@ def test_more_compilations_use_more_of_an_uneven_budget() -> None:
 
     few, more = compiled(3), compiled(6)
     assert few.compilations <= 3 < more.compilations <= 6
-    assert few.peak < 0.9 * more.budget < more.peak <= more.budget
+    assert few.peak < 0.85 * more.budget < more.peak <= more.budget
 
 
 def test_plans_have_the_mode_of_called_graphs_that_was_chosen() -> None:
@@ -561,7 +561,7 @@ def test_the_command_plans_for_the_device_of_the_program(
     assert main(["plan", str(tmp_path / "train.py"), "--budget", "4 GB"]) == 0
     out, err = capsys.readouterr()
     assert "The budget is 4 GB of a device. The program was compiled once." in out and "is not shown" not in out
-    assert "Memory plan within 4 GB: program 1 of at most 3, 0 s\n" in err
+    assert "Memory plan within 4 GB: program 1 of at most 4, 0 s\n" in err
     assert re.search(r"^1: [0-9.]+ MB as compiled, of 4 GB, with", err, re.MULTILINE)
 
 

@@ -77,6 +77,11 @@ class SessionOptions(BaseModel):
         "small; kept otherwise. Elsewhere inlined, batched or rolled, whichever is faster by what XLA makes of it: see "
         "`compareSeconds`.",
     )
+    plannedCalls: Literal["", "inlined", "rolled", "batched"] = Field(
+        default="",
+        description="How called graphs are compiled for GPUs and TPUs where `calledGraphs` is 'auto': as the memory "
+        "plan that the program has was made for. The plan sets it.",
+    )
     compareSeconds: Annotated[float, OfTheRun] = Field(
         default=600,
         ge=0,

@@ -218,7 +218,7 @@ class MemoryPlan(OnPage, BaseModel):
         optimizer_state: where the state of the optimiser is between steps, for `train_step(optimizer_state="auto")`.
         budget: bytes of a device that the plan was made for; 0 for none. It becomes `ir.options.memoryBudget`.
         called_graphs: mode of called graphs that the plan was made for, if it was chosen. It becomes
-            `ir.options.calledGraphs` where that is "auto".
+            `ir.options.plannedCalls`, for GPUs and TPUs.
 
     Example:
         >>> line = PlannedActivation(path="scores", treatment="keep", bytes=64, line="model.py:3")

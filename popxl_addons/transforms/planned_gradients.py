@@ -227,8 +227,8 @@ def _compile_for(plan: MemoryPlan, ir: popxl.Ir) -> None:
     """Compile a program as the plan was made for, where its options leave that open."""
     if plan.budget and not ir.options.memoryBudget:
         ir.options.memoryBudget = plan.budget
-    if plan.called_graphs is not None and ir.options.calledGraphs == "auto":
-        ir.options.calledGraphs = plan.called_graphs
+    if plan.called_graphs is not None:
+        ir.options.plannedCalls = plan.called_graphs
 
 
 def _tail_of(model: popxl.Graph) -> set[popxl.Tensor]:

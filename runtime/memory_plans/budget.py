@@ -63,6 +63,7 @@ class BudgetedPlan(OnPage):
         cost: cost of a run.
         everything, everything_cost: memory and cost of the program if all activations are kept.
         compilations: number of compilations.
+        takes_least_time: whether no plan within a larger budget would take less time, by the planner's estimate.
     """
 
     plan: Any
@@ -72,6 +73,7 @@ class BudgetedPlan(OnPage):
     everything: Memory
     everything_cost: Cost
     compilations: int
+    takes_least_time: bool
 
     @property
     def peak(self) -> int:
@@ -93,6 +95,8 @@ class BudgetedPlan(OnPage):
             rows.append(["cycles of a run", *(count_text(cost.cycles or 0) for cost in costs)])
         times = "once" if self.compilations == 1 else f"{self.compilations} times"
         what = f"The budget is {bytes_text(self.budget)} of a device. The program was compiled {times}."
+        if self.takes_least_time:
+            what += " By estimate, more memory would save no time."
         return Page(
             "Memory within a budget",
             [what, Table(["as compiled", "this plan", "everything kept"], rows), *self.plan.page().parts],
@@ -141,8 +145,9 @@ def plan_within(
             search.try_other_mode()
     if not search.fitting:
         raise PopxlError(refusal([found for each in tried for found in each.compiled], first.needs, budget))
-    best, count = search.best, sum(len(each.compiled) for each in tried)
-    return BudgetedPlan(best.applied.plan, budget, best.memory, best.cost, first.memory, first.cost, count)
+    solution, best = search.best
+    takes_least, count = search.takes_least_time(solution), sum(len(each.compiled) for each in tried)
+    return BudgetedPlan(best.applied.plan, budget, best.memory, best.cost, first.memory, first.cost, count, takes_least)
 
 
 def _order(first: Compiled, budget: int) -> Iterator[Division]:

@@ -14,8 +14,8 @@ from runtime.memory_plans.solver import Release, Solution, keep_all, least_secon
 from runtime.progress import report, stage
 
 COMPILATIONS = 4
-"""How often a program is compiled at most by default: with everything kept, with a plan, with the corrected plan, and once
-more if that one is above the budget or uses little of it.
+"""How often a program is compiled at most by default: with everything kept, with a plan, with the corrected plan, and
+once more if that one is above the budget or uses little of it.
 """
 
 _ENOUGH, _ENOUGH_BEFORE_LAST = 0.9, 0.85
@@ -61,8 +61,11 @@ class PlanSearch:
         if peak > self._budget:
             return False
         enough = _ENOUGH_BEFORE_LAST if len(self.tried) == self._compilations - 1 else _ENOUGH
-        uses_budget = peak >= enough * self._budget
-        return len(self.tried) == 1 or uses_budget or solution.seconds <= 1.01 * self._least_seconds
+        return len(self.tried) == 1 or peak >= enough * self._budget or self.takes_least_time(solution)
+
+    def takes_least_time(self, solution: Solution) -> bool:
+        """Whether a larger budget would save no time, by the solver's estimate."""
+        return solution.seconds <= 1.01 * self._least_seconds
 
     @cached_property
     def _least_seconds(self) -> float:
@@ -120,9 +123,9 @@ class PlanSearch:
         return [each for each in self.tried if each[1].memory.device <= self._budget]
 
     @property
-    def best(self) -> Compiled:
-        """The program within the budget that takes least time: by the compiler's cycles, or by published figures."""
-        return min(self.fitting, key=lambda each: each[1].cost.cycles or each[0].seconds)[1]
+    def best(self) -> tuple[Solution, Compiled]:
+        """The plan within the budget that takes least time: by the compiler's cycles, or by published figures."""
+        return min(self.fitting, key=lambda each: each[1].cost.cycles or each[0].seconds)
 
     def _compile(self, memory: Any) -> Compiled:
         number = len(self.tried) + 1

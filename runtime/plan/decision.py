@@ -82,7 +82,10 @@ def decide(
     Args:
         mode: mode of called graphs, if it is already decided.
     """
-    asked, platform = options.calledGraphs, compile_target.platform
+    platform = compile_target.platform
+    asked, why = options.calledGraphs, f"`ir.options.calledGraphs` is {options.calledGraphs!r}."
+    if asked == "auto" and options.plannedCalls and platform != "cpu":
+        asked, why = options.plannedCalls, f"The memory plan was made for {options.plannedCalls!r}."
     smallest = {"auto": SMALLEST, "kept": SMALLEST, "inlined": None}.get(asked, 1)
     placement, placed = _placement(main, options, compile_target, changed, smallest)
     segmentation = SegmentationPolicy(main, smallest, placement)
@@ -96,7 +99,7 @@ def decide(
         reason = "`ir.options.calledGraphs` is 'kept', but XLA for TPUs writes out every call."
         decision = Decision("inlined", reason, segmentation)
     elif asked != "auto":
-        decision = _in_mode(asked, f"`ir.options.calledGraphs` is {asked!r}.", segmentation, reroll)
+        decision = _in_mode(asked, why, segmentation, reroll)
     elif platform == "cpu":
         decision = _on_cpus(segmentation, reroll)
     else:

@@ -334,7 +334,7 @@ def test_a_memory_plan_says_how_the_program_is_compiled() -> None:
         compiled("everything")
     plan = asked.applied[0].plan.model_copy(update={"budget": 10**9, "called_graphs": "inlined"})
     options = compiled(plan).options
-    assert (options.memoryBudget, options.calledGraphs) == (10**9, "inlined")
+    assert (options.memoryBudget, options.plannedCalls) == (10**9, "inlined")
 
 
 class InHalf(Model):

@@ -273,8 +273,9 @@ def row(name: str, target: str, calls: Any, share: int, beside: bool, is_open: b
     try:
         plan = plan_within(with_memory, budget, partial(print, file=sys.stderr, flush=True), compilations)
         parts = f" in {plan.plan.micro_batches}" if is_open else ""
+        used = f"{100 * plan.peak / budget:.0f}{'*' * plan.takes_least_time}"
         ours = [
-            *(f"{plan.peak / 1e6:.1f}{parts}", f"{100 * plan.peak / budget:.0f}", str(plan.compilations)),
+            *(f"{plan.peak / 1e6:.1f}{parts}", used, str(plan.compilations)),
             *needed(plan.cost.bytes_accessed, plan.cost.flops, plan.cost.cycles),
         ]
     except PopxlError as problem:

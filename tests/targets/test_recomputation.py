@@ -79,12 +79,14 @@ def test_a_program_with_a_plan_is_compiled_as_the_plan_was_made() -> None:
     plan = plan.model_copy(update={"budget": 3 << 30, "called_graphs": "inlined"})
     assert "It was made for 3.22 GB of a device, with called graphs inlined." in str(plan)
     ir, applied = program(addons.MemoryPlan.model_validate_json(plan.model_dump_json()))
-    assert applied == plan and (ir.options.memoryBudget, ir.options.calledGraphs) == (3 << 30, "inlined")
+    assert applied == plan and (ir.options.memoryBudget, ir.options.plannedCalls) == (3 << 30, "inlined")
     session = popxl.Session(ir, "tpu v5e")
     assert session.program.layout.compile_target.compile_options == {
         "xla_tpu_scheduler_percent_shared_memory_limit": "20"  # of 15.75 GiB
     }
     assert session.memory().device > 0
+    assert session.report.reason == "The memory plan was made for 'inlined'."
+    assert popxl.Session(ir, "cpu").report.calls == "kept"
     options = popxl.Session(ir, "gpu h100").program.layout.compile_target.compile_options
     assert options["xla_gpu_memory_limit_slop_factor"] == "4"  # of four fifths of 85 GB
     assert options["xla_disable_hlo_passes"] == "rematerialization"

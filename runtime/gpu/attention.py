@@ -2,16 +2,19 @@
 
 Scores stay within the kernels, which read and write no more than operands, results and a workspace. For an absent GPU,
 XLA compiles such a call only as a name, and would count no workspace, so the program allocates one; it is compiled
-again where it is loaded. Targets, operands and settings of the calls are those of `jax.nn.dot_product_attention`.
+again where it is loaded. A GPU that is here is asked first whether it has the kernel. Targets, operands and settings of
+the calls are those of `jax.nn.dot_product_attention`.
+
+A mask becomes a bias, which kernels add to the scores: the same for all heads, if the mask is.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +35,8 @@ MOST_CHANNELS = 128
 SHORTEST = 64
 """Queries and keys of a text: with fewer there is little to gain, and cuDNN has no kernels for one."""
 
-FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
-"""Names of the kernels in XLA."""
+HIDDEN = {jnp.dtype(jnp.bfloat16): -(2.0**41), jnp.dtype(jnp.float16): -(2.0**15)}
+"""Bias of hidden scores by dtype. cuDNN subtracts two such numbers, so they are finite, and far from the smallest."""
 
 
 def overrides(device: jax.Device, is_here: bool) -> Mapping[Kernel, KernelImpl]:
@@ -42,14 +45,15 @@ def overrides(device: jax.Device, is_here: bool) -> Mapping[Kernel, KernelImpl]:
     generation = str(getattr(device, "compute_capability", "0")).partition(".")[0]
     if not generation.isdecimal() or int(generation) < 8 or (is_here and jax_private.cudnn_version() < OLDEST):
         return {}
-    return {of_forward: attention_forward, of_backward: partial(attention_backward, allocates_workspace=not is_here)}
+    own = device if is_here else None
+    return {of_forward: partial(attention_forward, device=own), of_backward: partial(attention_backward, device=own)}
 
 
 def _is_supported(queries: Array, keys: Array, values: Array, mask: Any, dropout: float) -> bool:
-    """Whether cuDNN has kernels for these operands. Masks and dropout, whose seed is an operand, have none here."""
+    """Whether cuDNN has kernels for these operands. Dropout, whose seed is an operand, has none here."""
     channels = queries.shape[-1]
     return (
-        mask is None
+        (mask is None or _makes_bias(mask, queries, keys, values))
         and not dropout
         and queries.dtype in (jnp.bfloat16, jnp.float16)
         and values.shape[-1] == channels
@@ -60,16 +64,43 @@ def _is_supported(queries: Array, keys: Array, values: Array, mask: Any, dropout
     )
 
 
+def _makes_bias(mask: Array, queries: Array, keys: Array, values: Array) -> bool:
+    """Whether a mask makes a bias for which cuDNN has kernels: exact, and no larger than the operands and the result.
+
+    Kernels with a bias have gradients only for even lengths.
+    """
+    lengths = queries.shape[-2], keys.shape[-2]
+    is_exact = mask.dtype in (jnp.bool_, queries.dtype)
+    is_small = math.prod(mask.shape[:-2]) * math.prod(lengths) <= 2 * queries.size + keys.size + values.size
+    return is_exact and is_small and not any(length % 2 for length in lengths)
+
+
 def attention_forward(
-    queries: Array, keys: Array, values: Array, mask: Any, seed: Any, *, causal: bool, scale: float, dropout: float
+    queries: Array,
+    keys: Array,
+    values: Array,
+    mask: Any,
+    seed: Any,
+    *,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    device: jax.Device | None = None,
 ) -> tuple[Array, Array]:
-    """`popxl.ops.attention.attention_forward`."""
-    if not _is_supported(queries, keys, values, mask, dropout):
-        how = {"causal": causal, "scale": scale, "dropout": dropout}
-        return of_forward.plain(queries, keys, values, mask, seed, **how)
-    forward = _per_batch(partial(attend, causal=causal, scale=scale))
-    out, logs = forward(*map(_of_four, (queries, keys, values)))
-    return out.reshape(queries.shape), logs.reshape(queries.shape[:-1])
+    """`popxl.ops.attention.attention_forward`.
+
+    Args:
+        device: the GPU, if it is here.
+    """
+    forward = partial(attend, causal=causal, scale=scale)
+    if _is_supported(queries, keys, values, mask, dropout):
+        masked = _Masked.of(mask, queries, keys, causal)
+        given = (*map(_of_four, (queries, keys, values)), *masked.bias)
+        if _compiles(device, forward, given):
+            out, logs = masked.hide(*_per_batch(forward)(*given))
+            return out.reshape(queries.shape), logs.reshape(queries.shape[:-1])
+    how = {"causal": causal, "scale": scale, "dropout": dropout}
+    return of_forward.plain(queries, keys, values, mask, seed, **how)
 
 
 def attention_backward(
@@ -86,20 +117,24 @@ def attention_backward(
     causal: bool,
     scale: float,
     dropout: float,
-    allocates_workspace: bool = False,
+    device: jax.Device | None = None,
 ) -> tuple[Array, Array, Array]:
     """`popxl.ops.attention.attention_backward`. Results over more keys, with their sums, make it a part.
 
     Args:
-        allocates_workspace: whether the program allocates the workspace that cuDNN would ask for.
+        device: the GPU, if it is here.
     """
-    if not _is_supported(queries, keys, values, mask, dropout):
-        how = {"causal": causal, "scale": scale, "dropout": dropout}
-        return attended_backward_anew(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
-    backward = _per_batch(partial(gradients, causal=causal, scale=scale, allocates_workspace=allocates_workspace))
-    given = map(_of_four, (g.astype(queries.dtype), queries, keys, values, out.astype(queries.dtype)))
-    dq, dk, dv = backward(*given, logs.reshape(_of_four(queries).shape[:-1]))
-    return dq.reshape(queries.shape), dk.reshape(keys.shape), dv.reshape(values.shape)
+    backward = partial(gradients, causal=causal, scale=scale, allocates_workspace=device is None)
+    if _is_supported(queries, keys, values, mask, dropout):
+        masked = _Masked.of(mask, queries, keys, causal)
+        g_four, logs_of_three = masked.show(_of_four(g), logs.reshape(_of_four(queries).shape[:-1]))
+        rounded = (g_four.astype(queries.dtype), *map(_of_four, (queries, keys, values, out.astype(queries.dtype))))
+        given = (*rounded, logs_of_three, *masked.bias)
+        if _compiles(device, backward, given):
+            dq, dk, dv = _per_batch(backward)(*given)
+            return dq.reshape(queries.shape), dk.reshape(keys.shape), dv.reshape(values.shape)
+    how = {"causal": causal, "scale": scale, "dropout": dropout}
+    return attended_backward_anew(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
 
 
 def _of_four(t: Array) -> Array:
@@ -108,15 +143,76 @@ def _of_four(t: Array) -> Array:
     return t.reshape(math.prod(t.shape[:-3]), heads, *t.shape[-2:])
 
 
+class _Masked(NamedTuple):
+    """What a mask makes of the scores of a batch.
+
+    Attributes:
+        bias: what is added to them, of shape (batch or 1, heads or 1, queries, keys), as one operand more; none without
+            a mask.
+        sees: for each query, whether it sees any key; `None` without a mask, where all do.
+    """
+
+    bias: tuple[Array, ...]
+    sees: Array | None
+
+    @classmethod
+    def of(cls, mask: Any, queries: Array, keys: Array, causal: bool) -> _Masked:
+        """That of the mask of `ops.attention`."""
+        if mask is None:
+            return cls((), None)
+        shape = (1,) * (max(3, queries.ndim) - mask.ndim) + mask.shape
+        if any(size > 1 for size in shape[:-3]):
+            shape = (*queries.shape[:-3], *shape[-3:])
+        mask = jnp.broadcast_to(mask, shape).reshape(-1, *shape[-3:])
+        is_flag = mask.dtype == jnp.bool_
+        seen, least = mask if is_flag else ~jnp.isneginf(mask), HIDDEN[queries.dtype]
+        bias = jnp.where(seen, 0 if is_flag else jnp.maximum(mask, least), least).astype(queries.dtype)
+        scores = queries.shape[-2], keys.shape[-2]
+        if causal:
+            seen = seen & jnp.tri(*scores, dtype=bool)
+        return cls((jnp.broadcast_to(bias, (*bias.shape[:2], *scores)),), jnp.any(seen, -1))
+
+    def hide(self, out: Array, logs: Array) -> tuple[Array, Array]:
+        """Results, with those of queries that see no key as `ops.attention` has them."""
+        if self.sees is None:
+            return out, logs
+        return jnp.where(self.sees[..., None], out, 0), jnp.where(self.sees, logs, jnp.inf)
+
+    def show(self, g: Array, logs: Array) -> tuple[Array, Array]:
+        """Gradients of results, and log-sum-exp of scores, which let such queries pass none on."""
+        if self.sees is None:
+            return g, logs
+        return jnp.where(self.sees[..., None], g, 0), jnp.where(self.sees, logs, 0)
+
+
+def _compiles(device: jax.Device | None, call: partial[Any], operands: Sequence[Array]) -> bool:
+    """Whether a call can be compiled for a GPU that is here: cuDNN has the kernel. For others, it is thought to."""
+    if device is None:
+        return True
+    known = tuple((t.shape, t.dtype) for t in operands)
+    return _compiles_alone(device, call.func, frozenset(call.keywords.items()), known)
+
+
+@cache
+def _compiles_alone(device: jax.Device, call: Callable[..., Any], how: frozenset[Any], operands: Any) -> bool:
+    where = jax.sharding.SingleDeviceSharding(device)
+    given = (jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in operands)
+    try:
+        jax.jit(partial(call, **dict(how))).lower(*given).compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
 def _per_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of arrays with a batch, also within `jax.vmap`, as replicas on one device are: of a larger batch."""
     batched = custom_vmap(function)
 
     @batched.def_vmap
     def of_several(size: int, is_batched: list[bool], *operands: Array) -> tuple[Any, Any]:
-        whole = (
-            t if known else jnp.broadcast_to(t, (size, *t.shape)) for t, known in zip(operands, is_batched, strict=True)
-        )
+        batch = operands[0].shape[is_batched[0]]
+        each = (t if known else t[None] for t, known in zip(operands, is_batched, strict=True))
+        whole = [jnp.broadcast_to(t, (size, batch, *t.shape[2:])) for t in each]  # a bias may be of one text
         results = batched(*(t.reshape(-1, *t.shape[2:]) for t in whole))
         return tuple(t.reshape(size, -1, *t.shape[1:]) for t in results), (True,) * len(results)
 
@@ -126,11 +222,14 @@ def _per_batch(function: Callable[..., Any]) -> Callable[..., Any]:
 # Calls --------------------------------------------------------------------------------------------------------------
 
 
-def attend(queries: Array, keys: Array, values: Array, causal: bool, scale: float) -> tuple[Array, Array]:
+def attend(
+    queries: Array, keys: Array, values: Array, bias: Array | None = None, *, causal: bool, scale: float
+) -> tuple[Array, Array]:
     """Call the kernel of attention: results, and log-sum-exp of the scores in float32.
 
     Args:
         queries, keys, values: float16 or bfloat16, of shape (batch, heads, length, channels).
+        bias: added to the scores; of their dtype and shape, for one text or one head, if it is the same for all.
     """
     logs = jax.ShapeDtypeStruct(queries.shape[:-1], jnp.float32)
     products = {
@@ -138,7 +237,8 @@ def attend(queries: Array, keys: Array, values: Array, causal: bool, scale: floa
         "bmm2": (3, 1, "01", "02"),  # of scores and values
     }
     settings = _settings(queries, keys, causal, scale, products)
-    out, logs = _call(FORWARD, settings, (queries, keys, values), (queries, logs), 0)
+    given = (*map(_length_first, (queries, keys, values)), *(() if bias is None else (bias,)))
+    out, logs = _call("", bias, settings, given, (queries, logs), 0)
     return out, logs
 
 
@@ -149,6 +249,8 @@ def gradients(
     values: Array,
     out: Array,
     logs: Array,
+    bias: Array | None = None,
+    *,
     causal: bool,
     scale: float,
     allocates_workspace: bool = False,
@@ -157,8 +259,9 @@ def gradients(
 
     Args:
         g: gradient of `out`.
-        queries, keys, values: as for `attend`.
+        queries, keys, values, bias: as for `attend`.
         out, logs: its results.
+        allocates_workspace: whether the program allocates the workspace that cuDNN would ask for.
     """
     products = {
         "bmm1_grad_gemm1": (2, 1, "01", "02"),
@@ -169,18 +272,29 @@ def gradients(
     settings = _settings(queries, keys, causal, scale, products)
     # Gradients of queries are summed in float32, and products of results and their gradients for each row.
     workspace = 4 * (queries.size + logs.size) if allocates_workspace else 0
-    operands = (queries, keys, values, logs, g, out)
-    dq, dk, dv = _call(BACKWARD, settings, operands, (queries, keys, values), workspace)
+    q, k, v, g, out = map(_length_first, (queries, keys, values, g, out))
+    given = (q, k, v, logs, g, *(() if bias is None else (bias,)), out)
+    dq, dk, dv = _call("Backward", bias, settings, given, (queries, keys, values), workspace)
     return dq, dk, dv
 
 
-def _call(
-    name: str, settings: dict[str, Any], operands: tuple[Array, ...], like: tuple[Any, ...], workspace: int
-) -> list[Array]:
-    """Call a kernel of cuDNN.
+def _length_first(t: Array) -> Array:
+    """An operand in the order of a kernel, (batch, length, heads, channels).
 
-    Models split channels into heads, which makes the length come first: so it does in all arrays of the kernels, and
-    XLA leaves out the transposes of both.
+    Models split channels into heads, which makes the length come first: XLA leaves out the transposes of both.
+    """
+    return t.swapaxes(1, 2)
+
+
+def _call(
+    direction: str,
+    bias: Array | None,
+    settings: dict[str, Any],
+    operands: Sequence[Array],
+    like: tuple[Any, ...],
+    workspace: int,
+) -> list[Array]:
+    """Call a kernel of cuDNN, with results as `like`, of which the length comes first in memory, as in operands.
 
     Args:
         like: arrays with the shapes and dtypes of the results.
@@ -188,13 +302,13 @@ def _call(
     """
     results = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in like]
     call = jax.ffi.ffi_call(
-        name,
+        f"__cudnn$fmha{'' if bias is None else 'ScaleBias'}Softmax{direction}",
         [*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)],
         output_layouts=[*((0, 2, 1, 3) if t.ndim == 4 else None for t in results), None],
         custom_call_api_version=2,  # with settings as text
         legacy_backend_config=json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": settings}),
     )
-    return list(call(*(t.swapaxes(1, 2) if t.ndim == 4 else t for t in operands))[:-1])
+    return list(call(*operands)[:-1])
 
 
 def _settings(

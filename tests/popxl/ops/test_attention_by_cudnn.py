@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from popxl.ops.attention import attention_backward, attention_forward
+from popxl.ops.attention import attended_backward_anew, attention_backward, attention_forward
 from runtime import jax_private
 from runtime.gpu import attention
 
@@ -34,15 +34,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the queries that the kernels are given."""
     shapes: list[tuple[int, ...]] = []
 
-    def forward(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
+    def forward(q: Any, k: Any, v: Any, bias: Any = None, *, causal: bool, scale: float) -> Any:
         shapes.append(q.shape)
-        out, logs = attention_forward.plain(q, k, v, None, None, causal=causal, scale=scale, dropout=0.0)
+        out, logs = attention_forward.plain(q, k, v, bias, None, causal=causal, scale=scale, dropout=0.0)
         return out.astype(q.dtype), logs
 
-    def backward(g: Any, q: Any, k: Any, v: Any, out: Any, logs: Any, causal: bool, scale: float, **_: Any) -> Any:
+    def backward(g: Any, q: Any, k: Any, v: Any, out: Any, logs: Any, bias: Any = None, **how: Any) -> Any:
         shapes.append(q.shape)
-        how = {"causal": causal, "scale": scale, "dropout": 0.0, "is_part": True}
-        grads = attention_backward.plain(g, q, k, v, out, logs, None, None, **how)
+        del how["allocates_workspace"]
+        grads = attention_backward.plain(g, q, k, v, out, logs, bias, None, is_part=True, dropout=0.0, **how)
         return tuple(t.astype(q.dtype) for t in grads)
 
     monkeypatch.setattr(attention, "SHORTEST", 2)
@@ -75,15 +75,59 @@ def test_shapes(queries, keys, given, calls) -> None:
     assert calls == [given, given]
 
 
-def test_replicas_on_one_device_are_a_larger_batch(calls) -> None:
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [bool, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "shape",
+    [(6, 8), (1, 8), (6, 1), (2, 1, 1, 8), (4, 6, 8), (2, 1, 6, 8), (3, 2, 4, 6, 8)],
+    ids=["queries and keys", "keys", "queries", "texts", "heads", "both", "all"],
+)
+def test_masks(shape, dtype, causal, calls) -> None:
+    """Flags and biases; some queries see no key, and others are far from all that they see."""
+    q, k, v = operands((3, 2, 4, 6, 16), (3, 2, 2, 8, 16))
+    rng = np.random.default_rng(1)
+    flags = rng.random(shape) < 0.6
+    flags[..., :1, :] = False
+    mask = jnp.asarray(flags if dtype is bool else np.where(flags, -20 * rng.random(shape), -np.inf), dtype)
+    how = HOW | {"causal": causal}
+    out, logs = attention.attention_forward(q, k, v, mask, None, **how)
+    expected = attention_forward.plain(q, k, v, mask, None, **how)
+    np.testing.assert_allclose(np.float32(out), np.float32(expected[0].astype(out.dtype)), rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(logs, expected[1], rtol=1e-5)
+    assert np.isinf(logs).any() or shape[-2] == 1
+    g = jnp.ones_like(out)
+    found = attention.attention_backward(g, q, k, v, out, logs, mask, None, **how)
+    for dt, plain in zip(found, attention_backward.plain(g, q, k, v, out, logs, mask, None, **how), strict=True):
+        np.testing.assert_allclose(np.float32(dt), np.float32(plain.astype(dt.dtype)), rtol=0.05, atol=0.05)
+    assert calls == [(6, 4, 6, 16)] * 2
+
+
+@pytest.mark.parametrize("mask", [None, (3, 1, 1, 1, 6), (6, 6)], ids=["no mask", "of each", "the same"])
+def test_replicas_on_one_device_are_a_larger_batch(mask, calls) -> None:
     """Also where some operands are the same for all."""
-    several, alone = operands((3, 2, 4, 5, 8), (3, 2, 4, 5, 8)), operands((2, 4, 5, 8), (2, 4, 5, 8))
-    forward = partial(attention.attention_forward, mask=None, seed=None, **HOW)
-    out, _ = jax.vmap(forward, (0, None, 0))(several[0], alone[1], several[2])
+    several, alone = operands((3, 2, 4, 6, 8), (3, 2, 4, 6, 8)), operands((2, 4, 6, 8), (2, 4, 6, 8))
+    masks = None if mask is None else jnp.asarray(np.random.default_rng(2).random(mask) < 0.5)
+    is_of_each = mask is not None and len(mask) == 5
+    forward = partial(attention.attention_forward, seed=None, **HOW)
+    out, _ = jax.vmap(forward, (0, None, 0, 0 if is_of_each else None))(several[0], alone[1], several[2], masks)
     for i in range(3):
-        one, _ = forward(several[0][i], alone[1], several[2][i])
+        one, _ = forward(several[0][i], alone[1], several[2][i], masks[i] if is_of_each else masks)
         np.testing.assert_array_equal(np.float32(out[i]), np.float32(one))
-    assert calls[-4] == (6, 4, 5, 8)
+    assert calls[-4] == (6, 4, 6, 8)
+
+
+def test_a_gpu_without_the_kernel_computes_without(calls, monkeypatch) -> None:
+    """It is asked once for each shape. A CPU stands in for it: it has none."""
+    monkeypatch.undo()
+    q, k, v = operands((2, 3, 64, 16), (2, 3, 64, 16))
+    how = HOW | {"device": jax.local_devices(backend="cpu")[0]}
+    out, logs = attention.attention_forward(q, k, v, None, None, **how)
+    np.testing.assert_array_equal(out, attention_forward.plain(q, k, v, None, None, **HOW)[0])
+    dq, _, _ = attention.attention_backward(out, q, k, v, out, logs, None, None, **how)
+    np.testing.assert_array_equal(dq, attended_backward_anew(out, q, k, v, out, logs, None, None, **HOW)[0])
+    asked = attention._compiles_alone.cache_info().misses
+    attention.attention_forward(q, k, v, None, None, **how)
+    assert attention._compiles_alone.cache_info().misses == asked and calls == []
 
 
 @pytest.mark.parametrize(
@@ -91,13 +135,15 @@ def test_replicas_on_one_device_are_a_larger_batch(calls) -> None:
     [
         ((2, 5, 16), jnp.float32, None, 0.0),
         ((2, 5, 16), jnp.bfloat16, np.ones((5, 5), bool), 0.0),
+        ((2, 6, 16), jnp.bfloat16, np.zeros((6, 6), np.float32), 0.0),
+        ((1, 64, 8), jnp.bfloat16, np.ones((64, 64), bool), 0.0),
         ((2, 5, 16), jnp.bfloat16, None, 0.5),
         ((2, 5, 12), jnp.bfloat16, None, 0.0),
         ((2, 5, 136), jnp.float16, None, 0.0),
         ((2, 0, 16), jnp.bfloat16, None, 0.0),
         ((2, 1, 16), jnp.bfloat16, None, 0.0),
     ],
-    ids=["float32", "mask", "dropout", "channels", "many channels", "nothing", "short"],
+    ids=["float32", "odd", "rounded", "large", "dropout", "channels", "many channels", "nothing", "short"],
 )
 def test_what_has_no_kernel(shape, dtype, mask, dropout, calls) -> None:
     q, k, v = operands(shape, shape, dtype)
@@ -122,27 +168,31 @@ def test_which_gpus(capability, version, found, monkeypatch) -> None:
     assert attention.overrides(SimpleNamespace(), is_here=True) == {}  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_calls(replicas) -> None:
+def test_calls(replicas, masked) -> None:
     """Of both kernels, with scores that a mask hides, on any number of replicas, as JAX writes them."""
 
-    def step(q: Any, k: Any, v: Any) -> Any:
-        out, logs = attention.attention_forward(q, k, v, None, None, **HOW)
-        return attention.attention_backward(out, q, k, v, out, logs, None, None, **HOW, allocates_workspace=True)
+    def step(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        out, logs = attention.attention_forward(q, k, v, mask, None, **HOW)
+        return attention.attention_backward(out, q, k, v, out, logs, mask, None, **HOW)
 
     given = operands((replicas, 2, 4, 64, 32), (replicas, 2, 2, 96, 32))
-    text = jax.jit(jax.vmap(step)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-    calls = [line for line in text.splitlines() if "fmhaSoftmax" in line]
-    assert [re.search(r"fmhaSoftmax(\w*)", call)[1] for call in calls] == ["", "Backward"]
+    mask = jnp.ones((replicas, 2, 1, 1, 96), bool) if masked else None
+    text = jax.jit(jax.vmap(step)).trace(*given, mask).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "__cudnn$fmha" in line]
+    named = "ScaleBiasSoftmax" if masked else "Softmax"
+    assert [re.search(r"fmha(\w*)", call)[1] for call in calls] == [named, f"{named}Backward"]
     texts = 2 * replicas
+    bias = f"tensor<{texts}x1x64x96xbf16>, " * masked
     q, k = f"tensor<{texts}x64x4x32xbf16>", f"tensor<{texts}x96x2x32xbf16>"
     dq, dk, logs = f"tensor<{texts}x4x64x32xbf16>", f"tensor<{texts}x2x96x32xbf16>", f"tensor<{texts}x4x64xf32>"
     workspace = 4 * texts * 4 * 64 * (32 + 1)
     for call, types in zip(
         calls,
         (
-            f"({q}, {k}, {k}) -> ({dq}, {logs}, tensor<0xui8>)",
-            f"({q}, {k}, {k}, {logs}, {q}, {q}) -> ({dq}, {dk}, {dk}, tensor<{workspace}xui8>)",
+            f"({q}, {k}, {k}{', ' + bias.removesuffix(', ') if masked else ''}) -> ({dq}, {logs}, tensor<0xui8>)",
+            f"({q}, {k}, {k}, {logs}, {q}, {bias}{q}) -> ({dq}, {dk}, {dk}, tensor<{workspace}xui8>)",
         ),
         strict=True,
     ):

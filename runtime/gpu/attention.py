@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from popxl.ops.attention import attention_backward as of_backward
 from popxl.ops.attention import attention_forward as of_forward
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from runtime import jax_private
+from runtime.score_bias import ScoreBias
 
 OLDEST = 90000
 """Version of cuDNN: 9.0."""
@@ -94,11 +95,11 @@ def attention_forward(
     """
     forward = partial(attend, causal=causal, scale=scale)
     if _is_supported(queries, keys, values, mask, dropout):
-        masked = _Masked.of(mask, queries, keys, causal)
-        given = (*map(_of_four, (queries, keys, values)), *masked.bias)
+        bias = ScoreBias.of(mask, queries, keys, causal, HIDDEN[queries.dtype])
+        given = (*map(_of_four, (queries, keys, values)), *_of_all_scores(bias, queries))
         if _compiles(device, forward, given):
-            out, logs = masked.hide(*_per_batch(forward)(*given))
-            return out.reshape(queries.shape), logs.reshape(queries.shape[:-1])
+            out, logs = _per_batch(forward)(*given)
+            return bias.hide(out.reshape(queries.shape), logs.reshape(queries.shape[:-1]))
     how = {"causal": causal, "scale": scale, "dropout": dropout}
     return of_forward.plain(queries, keys, values, mask, seed, **how)
 
@@ -126,10 +127,10 @@ def attention_backward(
     """
     backward = partial(gradients, causal=causal, scale=scale, allocates_workspace=device is None)
     if _is_supported(queries, keys, values, mask, dropout):
-        masked = _Masked.of(mask, queries, keys, causal)
-        g_four, logs_of_three = masked.show(_of_four(g), logs.reshape(_of_four(queries).shape[:-1]))
-        rounded = (g_four.astype(queries.dtype), *map(_of_four, (queries, keys, values, out.astype(queries.dtype))))
-        given = (*rounded, logs_of_three, *masked.bias)
+        bias = ScoreBias.of(mask, queries, keys, causal, HIDDEN[queries.dtype])
+        shown, logs_shown = bias.show(g, logs)
+        arrays = map(_of_four, (shown.astype(queries.dtype), queries, keys, values, out.astype(queries.dtype)))
+        given = (*arrays, _of_four(logs_shown[..., None])[..., 0], *_of_all_scores(bias, queries))
         if _compiles(device, backward, given):
             dq, dk, dv = _per_batch(backward)(*given)
             return dq.reshape(queries.shape), dk.reshape(keys.shape), dv.reshape(values.shape)
@@ -143,46 +144,12 @@ def _of_four(t: Array) -> Array:
     return t.reshape(math.prod(t.shape[:-3]), heads, *t.shape[-2:])
 
 
-class _Masked(NamedTuple):
-    """What a mask makes of the scores of a batch.
-
-    Attributes:
-        bias: what is added to them, of shape (batch or 1, heads or 1, queries, keys), as one operand more; none without
-            a mask.
-        sees: for each query, whether it sees any key; `None` without a mask, where all do.
-    """
-
-    bias: tuple[Array, ...]
-    sees: Array | None
-
-    @classmethod
-    def of(cls, mask: Any, queries: Array, keys: Array, causal: bool) -> _Masked:
-        """That of the mask of `ops.attention`."""
-        if mask is None:
-            return cls((), None)
-        shape = (1,) * (max(3, queries.ndim) - mask.ndim) + mask.shape
-        if any(size > 1 for size in shape[:-3]):
-            shape = (*queries.shape[:-3], *shape[-3:])
-        mask = jnp.broadcast_to(mask, shape).reshape(-1, *shape[-3:])
-        is_flag = mask.dtype == jnp.bool_
-        seen, least = mask if is_flag else ~jnp.isneginf(mask), HIDDEN[queries.dtype]
-        bias = jnp.where(seen, 0 if is_flag else jnp.maximum(mask, least), least).astype(queries.dtype)
-        scores = queries.shape[-2], keys.shape[-2]
-        if causal:
-            seen = seen & jnp.tri(*scores, dtype=bool)
-        return cls((jnp.broadcast_to(bias, (*bias.shape[:2], *scores)),), jnp.any(seen, -1))
-
-    def hide(self, out: Array, logs: Array) -> tuple[Array, Array]:
-        """Results, with those of queries that see no key as `ops.attention` has them."""
-        if self.sees is None:
-            return out, logs
-        return jnp.where(self.sees[..., None], out, 0), jnp.where(self.sees, logs, jnp.inf)
-
-    def show(self, g: Array, logs: Array) -> tuple[Array, Array]:
-        """Gradients of results, and log-sum-exp of scores, which let such queries pass none on."""
-        if self.sees is None:
-            return g, logs
-        return jnp.where(self.sees[..., None], g, 0), jnp.where(self.sees, logs, 0)
+def _of_all_scores(bias: ScoreBias, queries: Array) -> tuple[Array, ...]:
+    """The bias as an operand of a kernel, for all queries; none without a mask."""
+    if bias.values is None:
+        return ()
+    batch, heads, _, keys_length = bias.values.shape
+    return (jnp.broadcast_to(bias.values, (batch, heads, queries.shape[-2], keys_length)),)
 
 
 def _compiles(device: jax.Device | None, call: partial[Any], operands: Sequence[Array]) -> bool:

@@ -1,4 +1,4 @@
-"""Attention on TPUs: Pallas kernels for what they support: no masks, no dropout, whole blocks, values as wide as keys.
+"""Attention on TPUs: Pallas kernels for what they support: no dropout, whole blocks, values as wide as keys.
 
 They keep blocks of scores in the core's memory, where the plain implementation leaves their placement to XLA. Blocks
 that a causal mask hides are neither fetched nor computed.
@@ -6,12 +6,14 @@ that a causal mask hides are neither fetched nor computed.
 All arrays have the sequence as last dimension, in memory and in the kernels. The last dimension of an array is padded
 to 128 elements, so that heads of 64 channels would need twice their memory; results of products have this order, so
 that they need no copies. Scores are transposed, keys by queries: maxima and sums over keys are then rows, one number
-for each query, and results and gradients take products without transposing scores.
+for each query, and results and gradients take products without transposing scores. So is the bias that a mask becomes:
+of the same keys for all queries, it is a column.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from jax.experimental.pallas import tpu as pallas
 from popxl.base.arrays import Array
 from popxl.ops.attention import attended_backward_anew
 from popxl.ops.attention import attention_forward as plain
+from runtime.score_bias import ScoreBias
 
 SMALLEST, MOST_QUERIES, MOST_KEYS = 128, 512, 1024
 """The sizes of blocks: a power of two in between that divides the length; half as many keys in float32.
@@ -42,6 +45,9 @@ MOST_SUMS = 1 << 22
 
 ZERO = np.int32(0)
 """Kernels have no numbers of 64 bits, which literals of index maps are in a program that has them."""
+
+HIDDEN = -1e30
+"""Bias of hidden scores."""
 
 Ref = Any
 """A block of an array, or scratch memory, as a kernel reads and writes it."""
@@ -72,17 +78,64 @@ class _Blocks(NamedTuple):
         """The first block of queries that sees the block of keys `j`."""
         return lax.div(j * self.keys, np.int32(self.queries)) if self.causal else 0 * j
 
-    def scores(self, q: Array, k: Array, i: Array, j: Array) -> Array:
+    def scores(self, q: Array, k: Array, bias: Ref | None, i: Array, j: Array) -> Array:
         """Scores, keys by queries, in units of log 2: powers of two cost less than those of e."""
         scores = _product(k, q, 0, 0) * (self.scale / math.log(2))
+        if bias is not None:
+            scores = scores + bias[...].astype(jnp.float32) * (1 / math.log(2))
         if not self.causal:
             return scores
         key, query = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) for axis in (0, 1))
         return jnp.where(key - query <= i * self.queries - j * self.keys, scores, -jnp.inf)
 
 
+class _Bias(NamedTuple):
+    """The bias of scores, keys by queries, as an operand of kernels.
+
+    Attributes:
+        array: of shape (one for each text, head, both or neither, keys, queries or 1).
+        texts, heads: whether it has numbers for each of them.
+        heads_of_text: number of heads of the queries.
+    """
+
+    array: Array
+    texts: bool
+    heads: bool
+    heads_of_text: int
+
+    @classmethod
+    def of(cls, bias: ScoreBias, queries: Array) -> tuple[_Bias, ...]:
+        """That of a mask, if there is one."""
+        if bias.values is None:
+            return ()
+        texts, heads, *scores = bias.values.shape
+        array = bias.values.reshape(-1, *scores).mT
+        return (cls(array, texts > 1, heads > 1, queries.shape[-3] if queries.ndim > 2 else 1),)
+
+    def spec(self, blocks: _Blocks, place: Callable[..., tuple[Array, Array, Array]]) -> pl.BlockSpec:
+        """Its blocks, by a function from the numbers of a block to those of the head of queries, keys and queries."""
+        count, is_column = np.int32(self.heads_of_text), self.array.shape[-1] == 1
+
+        def index(*numbers: Array) -> tuple[Any, ...]:
+            h, j, i = place(*numbers)
+            text = lax.div(h, count) if self.texts else ZERO
+            row = text * count + lax.rem(h, count) if self.heads else text
+            return row, j, ZERO if is_column else i
+
+        return pl.BlockSpec((None, blocks.keys, 1 if is_column else blocks.queries), index)
+
+
 def _forward_kernel(
-    blocks: _Blocks, q: Ref, k: Ref, v: Ref, out: Ref, logs: Ref, mixed: Ref, top: Ref, total: Ref
+    blocks: _Blocks,
+    bias: Ref | None,
+    q: Ref,
+    k: Ref,
+    v: Ref,
+    out: Ref,
+    logs: Ref,
+    mixed: Ref,
+    top: Ref,
+    total: Ref,
 ) -> None:
     """Attention of a block of queries: online softmax over blocks of keys."""
     i, j = pl.program_id(1), pl.program_id(2)
@@ -94,7 +147,7 @@ def _forward_kernel(
 
     @pl.when(blocks.visible(i, j) == j)
     def add() -> None:
-        scores = blocks.scores(q[...], k[...], i, j)
+        scores = blocks.scores(q[...], k[...], bias, i, j)
         higher = jnp.maximum(top[...], jnp.max(scores, 0, keepdims=True))
         weights, shrunk = jnp.exp2(scores - higher), jnp.exp2(top[...] - higher)
         mixed[...] = mixed[...] * shrunk + _product(v[...], weights.astype(v.dtype), 1, 0)
@@ -115,7 +168,8 @@ def attention_forward(
         return plain.plain(queries, keys, values, mask, seed, **how)
     q, k, v = (_by_head(t) for t in (queries, keys, values))
     (heads, channels, length), shared = q.shape, q.shape[0] // k.shape[0]
-    blocks = _Blocks.of(q, k, how)
+    blocks, masked = _Blocks.of(q, k, how), ScoreBias.of(mask, queries, keys, how["causal"], HIDDEN)
+    bias = _Bias.of(masked, queries)
 
     def of_queries(rows: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, rows, blocks.queries), lambda h, i, j: (h, ZERO, i))
@@ -125,20 +179,32 @@ def attention_forward(
     )
     with _products(q):
         out, logs = pl.pallas_call(
-            partial(_forward_kernel, blocks),
+            partial(_forward_kernel, blocks, *(() if bias else (None,))),
             grid=(heads, length // blocks.queries, k.shape[-1] // blocks.keys),
-            in_specs=[of_queries(channels), of_keys, of_keys],
+            in_specs=[
+                *(each.spec(blocks, lambda h, i, j: (h, blocks.visible(i, j), i)) for each in bias),
+                *(of_queries(channels), of_keys, of_keys),
+            ],
             out_specs=[of_queries(channels), of_queries(1)],
             out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((heads, 1, length), jnp.float32)],
             scratch_shapes=[pallas.VMEM((rows, blocks.queries), jnp.float32) for rows in (channels, 1, 1)],
             compiler_params=pallas.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
             name="attention",
-        )(q, k, v)
-    return _as_given(out, queries), logs.reshape(queries.shape[:-1])
+        )(*(each.array for each in bias), q, k, v)
+    return masked.hide(_as_given(out, queries), logs.reshape(queries.shape[:-1]))
 
 
 def _backward_kernel(
-    blocks: _Blocks, wanted: str, g: Ref, q: Ref, k: Ref, v: Ref, out: Ref, logs: Ref, *others: Ref
+    blocks: _Blocks,
+    wanted: str,
+    bias: Ref | None,
+    g: Ref,
+    q: Ref,
+    k: Ref,
+    v: Ref,
+    out: Ref,
+    logs: Ref,
+    *others: Ref,
 ) -> None:
     """Gradients, summed over blocks: those of queries over keys, those of keys and values over queries and heads."""
     results, (shift, *sums) = dict(zip(wanted, others, strict=False)), others[len(wanted) :]
@@ -166,7 +232,7 @@ def _backward_kernel(
     @pl.when(blocks.visible(i, at) == at)
     def add() -> None:
         queries, keys, slopes = q[...], k[...], g[...].astype(q.dtype)
-        weights = jnp.exp2(blocks.scores(queries, keys, i, at) - logs[...] / math.log(2))
+        weights = jnp.exp2(blocks.scores(queries, keys, bias, i, at) - logs[...] / math.log(2))
         of_scores = (weights * (_product(v[...], slopes, 0, 0) - shift[...])).astype(q.dtype)
         if "q" in wanted:
             total["q"][...] += _product(keys, of_scores, 1, 0)
@@ -195,6 +261,9 @@ def attention_backward(
     """`popxl.ops.attention.attention_backward`."""
     if not _takes(queries, keys, values, mask, how):
         return attended_backward_anew(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
+    masked = ScoreBias.of(mask, queries, keys, how["causal"], HIDDEN)
+    bias = _Bias.of(masked, queries)
+    g, logs = masked.show(g, logs)
     operands = [_by_head(t) for t in (g, queries, keys, values, out, logs[..., None])]
     _, q, k, *_ = operands
     blocks, length = _Blocks.of(q, k, how), k.shape[-1]
@@ -202,14 +271,14 @@ def attention_backward(
     most = MOST_SUMS // (k.shape[1] * (2 * 4 + 4 * k.dtype.itemsize))
     chunk = max(size for size in range(blocks.keys, max(most, blocks.keys) + 1, blocks.keys) if length % size == 0)
     if chunk == length:
-        gradients = _gradients(blocks, "qkv", chunk, *operands)
+        gradients = _gradients(blocks, bias, "qkv", chunk, *operands)
     else:
-        gradients = _gradients(blocks, "q", length, *operands) + _gradients(blocks, "kv", chunk, *operands)
+        gradients = _gradients(blocks, bias, "q", length, *operands) + _gradients(blocks, bias, "kv", chunk, *operands)
     dq, dk, dv = (_as_given(dt, t) for dt, t in zip(gradients, (queries, keys, values), strict=True))
     return dq, dk, dv
 
 
-def _gradients(blocks: _Blocks, wanted: str, chunk: int, *operands: Array) -> list[Array]:
+def _gradients(blocks: _Blocks, bias: tuple[_Bias, ...], wanted: str, chunk: int, *operands: Array) -> list[Array]:
     """The gradients of queries (`"q"`), of keys and values (`"kv"`), or all, with the sums of `chunk` keys at once."""
     _, q, k, v, *_ = operands
     channels, shared, columns = q.shape[1], q.shape[0] // k.shape[0], chunk // blocks.keys
@@ -222,6 +291,10 @@ def _gradients(blocks: _Blocks, wanted: str, chunk: int, *operands: Array) -> li
     def place_of_keys(h: Array, c: Array, head: Array, i: Array, j: Array) -> tuple[Any, ...]:
         return h, ZERO, jnp.maximum(blocks.visible(i, c * columns + j), c * columns)
 
+    def place_of_scores(*numbers: Array) -> tuple[Any, ...]:
+        head, _, i = place_of_queries(*numbers)
+        return head, place_of_keys(*numbers)[2], i
+
     of_queries, of_logs = (pl.BlockSpec((None, n, blocks.queries), place_of_queries) for n in (channels, 1))
     of_keys = pl.BlockSpec((None, channels, blocks.keys), place_of_keys)
     of_chunk = pl.BlockSpec((None, channels, chunk), lambda h, c, head, i, j: (h, ZERO, c))
@@ -230,9 +303,12 @@ def _gradients(blocks: _Blocks, wanted: str, chunk: int, *operands: Array) -> li
     sums = [(1, blocks.queries), *((channels, length) for length in lengths)]
     with _products(q):
         return pl.pallas_call(
-            partial(_backward_kernel, blocks, wanted),
+            partial(_backward_kernel, blocks, wanted, *(() if bias else (None,))),
             grid=(k.shape[0], k.shape[-1] // chunk, shared, rows, columns),
-            in_specs=[of_queries, of_queries, of_keys, of_keys, of_queries, of_logs],
+            in_specs=[
+                *(each.spec(blocks, place_of_scores) for each in bias),
+                *(of_queries, of_queries, of_keys, of_keys, of_queries, of_logs),
+            ],
             out_specs=list(specs),
             out_shape=[jax.ShapeDtypeStruct(t.shape, t.dtype) for t in arrays],
             scratch_shapes=[pallas.VMEM(shape, jnp.float32) for shape in sums],
@@ -240,13 +316,13 @@ def _gradients(blocks: _Blocks, wanted: str, chunk: int, *operands: Array) -> li
                 dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary")
             ),
             name=f"attention_gradients_{wanted}",
-        )(*operands)
+        )(*(each.array for each in bias), *operands)
 
 
 def _takes(queries: Array, keys: Array, values: Array, mask: Array, how: Any) -> bool:
     """Whether the kernel computes this."""
     return (
-        mask is None
+        (mask is None or math.prod(mask.shape) <= 2 * queries.size + keys.size + values.size)
         and not how["dropout"]
         and queries.dtype in (jnp.float32, jnp.bfloat16)
         and values.shape == keys.shape

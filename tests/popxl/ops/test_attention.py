@@ -303,6 +303,70 @@ def test_the_kernel_of_tpus_computes_the_same(
         np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wish, np.float32), **close)
 
 
+@pytest.mark.here
+@pytest.mark.thorough(but_each=4)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [bool, np.float32])
+@pytest.mark.parametrize(
+    "shape",
+    [(256,), (2, 1, 1, 256), (2, 4, 1, 256), (1, 256, 256), (2, 1, 256, 256), (4, 256, 1)],
+    ids=["keys", "texts", "texts and heads", "scores", "scores of texts", "queries of heads"],
+)
+def test_masks_of_the_kernel_of_tpus(
+    shape: tuple[int, ...], dtype: Any, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interpreted here. Some queries see no key."""
+    from jax.experimental.pallas import tpu as pallas
+
+    from popxl.ops.attention import attended_backward_anew
+    from popxl.ops.attention import attention_forward as plain
+    from runtime.tpu import attention as of_tpus
+
+    monkeypatch.setattr(of_tpus, "MOST_QUERIES", 128)
+    monkeypatch.setattr(of_tpus, "MOST_KEYS", 128)
+    flags = np.random.default_rng(7).random(shape) < 0.7
+    flags[..., : 3 * (shape[-1] > 1)] = False  # with a causal mask, the first queries see no others
+    mask = flags if dtype is bool else np.where(flags, -5 * np.random.default_rng(8).random(shape), -np.inf)
+    mask = jax.numpy.asarray(mask, dtype)
+    shapes = ((2, 4, 256, 16), (2, 2, 256, 16), (2, 2, 256, 16), (2, 4, 256, 16))
+    q, k, v, g = (jax.numpy.asarray(normal(*shape, seed=seed)) for seed, shape in enumerate(shapes))
+    how = {"causal": causal, "scale": 0.25, "dropout": 0.0}
+    with pallas.force_tpu_interpret_mode():
+        out, logs = of_tpus.attention_forward(q, k, v, mask, None, **how)
+        gradients = of_tpus.attention_backward(g, q, k, v, out, logs, mask, None, **how)
+    kept = plain(q, k, v, mask, None, **how)
+    assert np.isinf(kept[1]).any() == (causal or shape[-1] == 1)
+    expected = (*kept, *attended_backward_anew(g, q, k, v, *kept, mask, None, **how))
+    for found, wish in zip((out, logs, *gradients), expected, strict=True):
+        np.testing.assert_allclose(found, wish, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.targets
+@pytest.mark.here
+@pytest.mark.parametrize(
+    ("dtype", "mask", "numbers"),
+    [
+        (popxl.bfloat16, (2, 1, 1, 1024), popxl.bool),
+        (popxl.bfloat16, (1024, 1024), popxl.float32),
+        (popxl.float32, (2, 1, 1024, 1024), popxl.bool),
+        (popxl.float32, (4, 1024, 1024), popxl.float32),
+    ],
+)
+def test_masks_are_taken_by_the_kernels_of_tpus(dtype: popxl.dtype, mask: tuple[int, ...], numbers: Any) -> None:
+    """Blocks of masks have room beside those of operands: of the longest blocks, and the most channels."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = ops.host_load(popxl.h2d_stream((2, 4, 1024, 128), dtype, "x"))
+        m = ops.host_load(popxl.h2d_stream(mask, numbers, "mask"))
+        graph = ir.create_graph(lambda t, m: ops.attention(t, t, t, m, causal=True), x, m)
+        info = autodiff(graph, grads_required=graph.inputs[:1])
+        site = ops.call_with_info(graph, x, m)
+        (dx,) = ops.call(info.graph, site.outputs[0], inputs_dict=info.inputs_dict(site))
+        ops.host_store(popxl.d2h_stream(dx.shape, dtype), dx)
+    (text,) = popxl.Session(ir, "tpu v5e").hlo().values()
+    assert "attention_gradients_qkv" in text
+
+
 @pytest.mark.targets
 @pytest.mark.here
 @pytest.mark.parametrize("target", ["tpu v5e", "gpu h100"])

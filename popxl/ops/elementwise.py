@@ -216,10 +216,6 @@ def _times(g: Tensor, factor: Tensor, spec: TensorSpec) -> Tensor:
     return g * factor
 
 
-def _divide(lhs: Any, rhs: Any) -> Any:
-    return jnp.floor_divide(lhs, rhs) if jnp.issubdtype(lhs.dtype, jnp.integer) else quotient(lhs, rhs)
-
-
 add = binary(
     "add", jnp.add, "lhs + rhs.", {"lhs": lambda g: g, "rhs": lambda g: g}, linear=("lhs rhs",), see="numpy.add"
 )
@@ -245,7 +241,7 @@ mul = binary(
 )
 div = binary(
     "div",
-    _divide,
+    lambda lhs, rhs: (jnp.floor_divide if jnp.issubdtype(lhs.dtype, jnp.integer) else quotient)(lhs, rhs),
     "lhs / rhs. Integers stay integers: the quotient is rounded down, as PopXL documents it.",
     {"lhs": lambda g, rhs: g / rhs, "rhs": lambda g, lhs, rhs: divisor_grad(g, lhs, rhs)},
     linear=("lhs",),

@@ -296,13 +296,11 @@ def outer(lhs: Tensor, rhs: Tensor) -> Tensor:
 # Of float8 ----------------------------------------------------------------------------------------------------------
 
 
-def _scaled_matmul(lhs: Any, rhs: Any, log2_scale: Any, **hints: Any) -> Any:
-    return jnp.matmul(as_factor(lhs), as_factor(rhs), preferred_element_type=jnp.float32) * pow2(log2_scale)
-
-
 _pow2scaled_kind = OpKind(
     "MatMul",
-    _scaled_matmul,
+    lambda lhs, rhs, log2_scale, **hints: (
+        jnp.matmul(as_factor(lhs), as_factor(rhs), preferred_element_type=jnp.float32) * pow2(log2_scale)
+    ),
     shape=lambda lhs, rhs, log2_scale, **hints: TensorSpec(_product(lhs, rhs), dtypes.float16),
     result="matmul_pow2scaled_out",
     key="MatMulPow2Scaled",

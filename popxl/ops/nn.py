@@ -34,10 +34,6 @@ def _rows(t: Any, axis: int) -> Any:
     return t.reshape(math.prod(t.shape[:axis]), math.prod(t.shape[axis:]))
 
 
-def _softmax_lowering(t: Any, *, axis: int) -> Any:
-    return sums.softmax(_rows(widen(t), axis), 1).reshape(t.shape)
-
-
 def _softmax_backward(g: Any, out: Any, *, axis: int) -> Any:
     return sums.softmax_gradient(_rows(widen(g), axis), _rows(widen(out), axis), 1).reshape(g.shape)
 
@@ -59,7 +55,7 @@ _softmax_grad = OpKind(
 )
 _softmax = OpKind(
     "Softmax",
-    _softmax_lowering,
+    lambda t, *, axis: sums.softmax(_rows(widen(t), axis), 1).reshape(t.shape),
     shape=_has_axis,
     gradient={"t": lambda g, out, axis: _softmax_grad(g, out, axis=axis)},
     traits=[*REAL, ShardingRule(_row_subscripts)],

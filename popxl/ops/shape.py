@@ -158,10 +158,6 @@ def squeeze(t: Tensor, axes: Iterable[int] | None = None) -> Tensor:
 # Transpose ----------------------------------------------------------------------------------------------------------
 
 
-def _transposed(t: Any, *, permutation: tuple[int, ...]) -> TensorSpec:
-    return TensorSpec(tuple(t.shape[d] for d in permutation), t.dtype, t.meta_shape)
-
-
 def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
 
@@ -169,7 +165,7 @@ def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
 _transpose: OpKind = OpKind(
     "Transpose",
     lambda t, *, permutation: jnp.transpose(t, permutation),
-    shape=_transposed,
+    shape=lambda t, *, permutation: TensorSpec(tuple(t.shape[d] for d in permutation), t.dtype, t.meta_shape),
     result="{t}_T",
     gradient={"t": lambda g, permutation: _transpose(g, permutation=_inverse(permutation))},
     traits=[ShardingRule(lambda shapes, attributes: permutation_subscripts(attributes["permutation"]), ("t",))],

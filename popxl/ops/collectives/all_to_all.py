@@ -88,13 +88,9 @@ def replicated_all_to_all(t: Tensor, split_axis: int = 0, concat_axis: int = 0, 
     return reshape(transpose(got, back) if concat else got, piece)
 
 
-def _shift(t: Array, *, distance: int, group: Group) -> Array:
-    return moved(t, lambda t: group.shifted(t, distance)) if distance % group.size else t
-
-
 shift_kind: OpKind = OpKind(
     "ReplicatedShift",
-    _shift,
+    lambda t, *, distance, group: moved(t, lambda t: group.shifted(t, distance)) if distance % group.size else t,
     shape=like_first,
     gradient={"t": lambda g, attributes: shift_kind(g, **attributes | {"distance": -attributes["distance"]})},
     result="{t}_shifted",

@@ -40,10 +40,6 @@ def _all_reduce(t: Array, *, op: str, group: Group) -> Array:
     return group.combined(t, op)
 
 
-def _reduce_scatter(t: Array, *, op: str, sharded: bool, group: Group) -> Array:
-    return group.combined_chunk(t, op)
-
-
 all_reduce_kind = OpKind(
     "ReplicatedAllReduce",
     _all_reduce,
@@ -55,7 +51,7 @@ all_reduce_kind = OpKind(
 all_reduce_inplace_kind = all_reduce_kind.inplace("ReplicatedAllReduceInplace", "{t}_all_reduce")
 reduce_scatter_kind = OpKind(
     "ReplicatedReduceScatter",
-    _reduce_scatter,
+    lambda t, *, op, sharded, group: group.combined_chunk(t, op),
     shape=lambda t, *, op, stride, group_size, sharded: TensorSpec(
         (chunk_size(math.prod(t.shape), group_size),), t.dtype, t.shape if sharded else ()
     ),

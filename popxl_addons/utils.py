@@ -8,9 +8,9 @@ import logging
 import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, UserDict
 from collections import OrderedDict as _OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, KeysView, MutableMapping
+from collections.abc import Hashable, Iterable, Iterator, KeysView
 from typing import Any, TypeVar
 
 import jax
@@ -82,7 +82,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-class WeightsDict(MutableMapping[Variable, np.ndarray]):
+class WeightsDict(UserDict[Variable, np.ndarray]):
     """Host data for variables, checked on insertion. Pass it to ``Session.write_variables_data``.
 
     An array must have the variable's dtype and its shape on the host (with the leading group dimension of a grouped
@@ -98,10 +98,6 @@ class WeightsDict(MutableMapping[Variable, np.ndarray]):
         ValueError: WeightsDict: the array for `w` has shape (3, 2), expected (2, 3), the variable's shape on the host.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        self._arrays: dict[Variable, np.ndarray] = {}
-        self.update(*args, **kwargs)
-
     def __setitem__(self, variable: Variable, array: np.ndarray) -> None:
         dtype = popxl.dtype.as_dtype(array.dtype)
         if dtype != variable.dtype:
@@ -114,22 +110,10 @@ class WeightsDict(MutableMapping[Variable, np.ndarray]):
                 f"WeightsDict: the array for `{variable.name}` has shape {tuple(array.shape)}, expected "
                 f"{tuple(variable.shape_on_host)}, the variable's shape on the host."
             )
-        self._arrays[variable] = array
-
-    def __getitem__(self, variable: Variable) -> np.ndarray:
-        return self._arrays[variable]
-
-    def __delitem__(self, variable: Variable) -> None:
-        del self._arrays[variable]
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-    def __iter__(self) -> Iterator[Variable]:
-        return iter(self._arrays)
+        self.data[variable] = array
 
     def __repr__(self) -> str:
-        return f"WeightsDict({self._arrays!r})"
+        return f"WeightsDict({self.data!r})"
 
 
 @contextlib.contextmanager

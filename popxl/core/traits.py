@@ -89,11 +89,7 @@ class Overwrites(Trait):
         restarts: bool = False,
         positions: Callable[[Mapping[str, Any]], AbstractSet[int]] | None = None,
     ) -> None:
-        object.__setattr__(self, "operands", operands)
-        object.__setattr__(self, "aliased", aliased)
-        object.__setattr__(self, "forgets", forgets)
-        object.__setattr__(self, "restarts", restarts)
-        object.__setattr__(self, "positions", positions)
+        vars(self).update(operands=operands, aliased=aliased, forgets=forgets, restarts=restarts, positions=positions)
 
     def check(self, kind: OpKind) -> None:
         if bool(self.operands) == bool(self.positions):

@@ -75,9 +75,7 @@ class PipelineSchedule:
             raise ValueError(
                 f"PipelineSchedule: `needs` has the stages {unknown}; there are those from 0 to {stages - 1}."
             )
-        object.__setattr__(self, "rows", table)
-        object.__setattr__(self, "needs", tuple(tuple(n) for n in given))
-        object.__setattr__(self, "device_of", device_of)
+        vars(self).update(rows=table, needs=tuple(tuple(n) for n in given), device_of=device_of)
         self.simulate()  # raises if the order is impossible
 
     @property
@@ -95,27 +93,14 @@ class PipelineSchedule:
     @classmethod
     def named(cls, name: str, placement: Sequence[int], steps: int) -> PipelineSchedule:
         """Create a schedule of a given name (see `SCHEDULES`) for stages on the devices of `placement`."""
-        makers = dict(
-            zip(
-                SCHEDULES,
-                (
-                    cls.cycles,
-                    cls.gpipe,
-                    cls.one_forward_one_backward,
-                    cls.zero_bubble,
-                    cls.zero_bubble_v,
-                    cls.dualpipe_v,
-                    cls.search,
-                ),
-                strict=True,
-            )
-        )
-        if name not in makers:
+        if name not in SCHEDULES:
             raise ValueError(
                 f"PipelineSchedule: there is no schedule {name!r}; expected one of {', '.join(map(repr, SCHEDULES))}, "
                 "or a table, `PipelineSchedule(rows)`."
             )
-        return makers[name](placement, steps)
+        make = cls.one_forward_one_backward if name == "1f1b" else getattr(cls, name)
+        schedule: PipelineSchedule = make(placement, steps)
+        return schedule
 
     @classmethod
     def cycles(cls, placement: Sequence[int], steps: int) -> PipelineSchedule:

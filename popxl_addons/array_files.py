@@ -163,14 +163,12 @@ def arrays_in(directory: Path) -> dict[str, LazyArray]:
 _BFLOAT16 = np.dtype([("bfloat16", "u2")])
 
 
-def _as_stored(array: np.ndarray) -> np.ndarray:
-    return array.view(_BFLOAT16) if array.dtype == popxl.bfloat16.as_numpy() else array
-
-
 # By hand: `np.savez` takes a name such as `file` for its own parameter, and `np.load` leaves a damaged file open.
 def _write_npz(path: Path, name: str, array: np.ndarray) -> None:
     with zipfile.ZipFile(path, "w") as archive, archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-        np.lib.format.write_array(file, _as_stored(np.asarray(array)), allow_pickle=False)
+        array = np.asarray(array)
+        stored = array.view(_BFLOAT16) if array.dtype == popxl.bfloat16.as_numpy() else array
+        np.lib.format.write_array(file, stored, allow_pickle=False)
 
 
 def _as_ours(dtype: np.dtype[Any]) -> np.dtype[Any]:

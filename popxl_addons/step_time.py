@@ -178,7 +178,8 @@ def gpt_step_time(
     reduction = network.summed(2 * (parameters + embedded), "data")
     if pipeline > 1:  # the embedding and the head are one table, on two stages
         reduction += network.summed(2 * vocabulary // tensor * hidden, "ends")
-    update = _update(round(parameters + embedded), figures)
+    adam = graph_time(_adam(), figures, lambda *_: 0.0).device  # for the numbers of one kernel
+    update = adam * round(parameters + embedded) / _ADAM
     seconds = timeline.seconds + reduction + update
     flops = 3 * layout.steps * (layers * layer[0].flops + head[0].flops) / pipeline
     total = GraphTime().plus(layer[0], own).plus(layer[1], own)
@@ -355,11 +356,6 @@ def _graphs(
         wanted = [t for t in forward.graph.inputs if t.dtype.is_floating_point]
         backward = autodiff(forward, grads_required=wanted)
     return forward.graph, backward.graph
-
-
-def _update(parameters: int, figures: Chip) -> float:
-    """Time of Adam for parameters that one kernel updates."""
-    return graph_time(_adam(), figures, lambda *_: 0.0).device * parameters / _ADAM
 
 
 _ADAM = 1 << 20

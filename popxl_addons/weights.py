@@ -57,11 +57,6 @@ class _Weight:
         return np.memmap(self.path, DTYPES[self.dtype], "r", self.start, self.shape)
 
 
-def _weights_of(path: Path) -> dict[str, _Weight]:
-    """Read weight metadata by name, from file headers alone."""
-    return {name: _Weight(path, *about) for name, about in safetensors_in(path)[0].items()}
-
-
 def _files_in(folder: Path) -> list[Path]:
     """Weight files of a folder."""
     if (folder / INDEX).exists():
@@ -89,7 +84,8 @@ def _weights_at(place: str | os.PathLike[str]) -> dict[str, _Weight]:
     path = Path(place).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"load_safetensors: there is no file or folder `{path}`.")
-    return {name: w for file in (_files_in(path) if path.is_dir() else [path]) for name, w in _weights_of(file).items()}
+    files = _files_in(path) if path.is_dir() else [path]
+    return {name: _Weight(file, *about) for file in files for name, about in safetensors_in(file)[0].items()}
 
 
 # Loading --------------------------------------------------------------------------------------------------------------

@@ -226,8 +226,9 @@ class _Differentiation:
                         info = self.infos[callee]
                         if self.transform is not None and info is not None:
                             self.infos[callee] = self.transform(info)
+                forward = Forward(op, self.follows, self.counterpart, self.infos.get, self._counterpart_in_last_layout)
                 with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
-                    for i, contribution in gradients(self._forward(op), gs).items():
+                    for i, contribution in gradients(forward, gs).items():
                         self._contribute(op.inputs[i], contribution)
         if derivative is not None:
             self._follow_rule(derivative)
@@ -286,9 +287,6 @@ class _Differentiation:
         )
         self.infos[self.forward_graph] = info
         return info
-
-    def _forward(self, op: Op) -> Forward:
-        return Forward(op, self.follows, self.counterpart, self.infos.get, self._counterpart_in_last_layout)
 
     @cached_property
     def _readers(self) -> Mapping[Tensor, Sequence[Op]]:

@@ -59,16 +59,12 @@ def autodiff(
         (2,)
     """
     named = graph if isinstance(graph, GraphWithNamedArgs) else GraphWithNamedArgs(as_graph(graph))
-    planned = _planned(named, memory)
+    planned = memory if isinstance(memory, PlannedGradients | None) else PlannedGradients(named.graph, memory)
     if planned is not None:
         given = merge_called_graphs(named.called_graphs_grad_info, called_graphs_grad_info)
         called_graphs_grad_info = merge_called_graphs(called_graphs_grad_info, planned.with_treatments(given))
     grad = named.differentiate(grads_provided, grads_required, called_graphs_grad_info, planned)
     return grad if planned is None else GraphWithNamedArgs.from_grad_graph(planned(grad.grad_graph_info))
-
-
-def _planned(graph: GraphWithNamedArgs, memory: Memory | None) -> PlannedGradients | None:
-    return memory if isinstance(memory, PlannedGradients | None) else PlannedGradients(graph.graph, memory)
 
 
 def autodiff_with_accumulation(

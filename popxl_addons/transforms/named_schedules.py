@@ -96,7 +96,8 @@ def training(placement: Sequence[int], steps: int) -> Pipeline:
     numbered = numbered_devices(placement)
     count = len(numbered)
     needs = [[s - 1] * (s > 0) for s in range(count)]
-    forward, parts = (count // 3, 3) if _is_split(numbered) else (count // 2, 2) if _is_palindrome(numbered) else (0, 0)
+    is_palindrome = count % 2 == 0 and numbered == numbered[::-1]
+    forward, parts = (count // 3, 3) if _is_split(numbered) else (count // 2, 2) if is_palindrome else (0, 0)
     for s in range(forward, count):
         activations = (2 if s < 2 * forward else 3) * forward - 1 - s
         needs[s] = sorted({s - 1 if s < 2 * forward else s - forward, activations})
@@ -105,10 +106,6 @@ def training(placement: Sequence[int], steps: int) -> Pipeline:
         for s in range(forward)
     ]
     return Pipeline(numbered, needs, steps, [1.0] * count, values)
-
-
-def _is_palindrome(numbered: Sequence[int]) -> bool:
-    return len(numbered) % 2 == 0 and [*numbered] == [*reversed(numbered)]
 
 
 def _is_split(numbered: Sequence[int]) -> bool:

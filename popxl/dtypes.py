@@ -181,8 +181,7 @@ class dtype:
                 f"{self}.as_torch: PyTorch tensors of {self.name} do not correspond to ours. "
                 "Go through NumPy (as_numpy), or choose another data type."
             )
-        found: torch.dtype = getattr(torch, self.name)
-        return found
+        return getattr(torch, self.name)
 
     def __repr__(self) -> str:
         return f"popxl.dtypes.{self._name}"

@@ -146,8 +146,7 @@ class Random(Initial):
 
         if self.kind == "truncated_normal":
             shares = ndtr(-2) + shares * (ndtr(2) - ndtr(-2))
-        normal: Array = self.low + ndtri(shares) * self.high
-        return normal
+        return self.low + ndtri(shares) * self.high
 
 
 class PartOfFile(Initial):

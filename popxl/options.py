@@ -192,7 +192,6 @@ def _unknown(name: str) -> AttributeError:
 
 
 def _cache_dir() -> str:
-    """The folder of compiled programs that the environment names."""
     return os.environ.get("POPXL_CACHE_DIR") or os.environ.get("POPART_CACHE_DIR") or ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import popxl
 from popxl import ops
@@ -46,7 +47,7 @@ class MicroBatches:
         """The micro-batches of a loaded batch."""
         parts = [self._part_of(t) for t in batch]
         for number in range(self._count):
-            yield lambda after, number=number: [part(number, after) for part in parts]
+            yield partial(_taken, parts, number)
 
     def _part_of(self, t: popxl.Tensor) -> Callable[[int, popxl.Tensor | None], popxl.Tensor]:
         """Function of a micro-batch's number that takes its part of an input, after another tensor."""
@@ -63,6 +64,10 @@ class MicroBatches:
             return ops.dynamic_slice(t, start, [0], [size], no_overlap=True)
 
         return rows
+
+
+def _taken(parts: Sequence[Callable[..., popxl.Tensor]], number: int, after: popxl.Tensor | None) -> list[popxl.Tensor]:
+    return [part(number, after) for part in parts]
 
 
 def _waiting(t: popxl.Tensor, after: popxl.Tensor | None) -> popxl.Tensor:

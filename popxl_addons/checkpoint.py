@@ -26,6 +26,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,12 @@ def _checked(directory: Path, place: str, reader: int = 0, readers: int = 1) -> 
     largest_first = sorted((-path.stat().st_size, path) for folder in folders for path in files_in(folder))
     of_others = {path for i, (_, path) in enumerate(largest_first) if i % readers != reader}
     for folder in folders:
-        check_checksums(folder, lambda name, folder=folder: not _is_map(name) and folder / name not in of_others)
+        check_checksums(folder, partial(_is_owned_file, folder, of_others))
     return directory
+
+
+def _is_owned_file(folder: Path, of_others: set[Path], name: str) -> bool:
+    return not _is_map(name) and folder / name not in of_others
 
 
 def check_maps(directory: Path) -> None:

@@ -389,7 +389,6 @@ class CheckpointSession(popxl.Session):
 
 
 def _checkpoint_name(method: str, checkpoint_dir: Any) -> str:
-    """The name of a checkpoint."""
     expected = 'the path of a directory, or the name of an artifact, "wandb://<name>"'
     check_type(checkpoint_dir, str | os.PathLike, f"TaskSession.{method}: `checkpoint_dir`", expected)
     return os.fspath(checkpoint_dir)

@@ -214,7 +214,6 @@ class Generator:
             )
 
     def _checked_ends(self, end: int | Sequence[int] | None) -> frozenset[int]:
-        """The tokens that end a text."""
         ends = () if end is None else integer_or_integers(end, "Generator: `end`")
         found = frozenset([ends] if isinstance(ends, int) else ends)
         if unknown := sorted(token for token in found if not 0 <= token < self.vocabulary):

@@ -70,8 +70,7 @@ def evaluate_ir_FLOPs(ir: popxl.Ir) -> dict[str, Any]:
         >>> evaluate_ir_FLOPs(ir)
         {'Add': {100: 6}, 'TOT': 6}
     """
-    scaled: dict[str, Any] = _times(evaluate_FLOPs(ir.main_graph), ir.replication_factor)
-    return scaled
+    return _times(evaluate_FLOPs(ir.main_graph), ir.replication_factor)
 
 
 def total_FLOPs(ir: popxl.Ir) -> int:

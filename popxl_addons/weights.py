@@ -58,7 +58,6 @@ class _Weight:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Weight files of a folder."""
     if (folder / INDEX).exists():
         try:
             named = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()

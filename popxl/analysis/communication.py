@@ -275,8 +275,6 @@ def _added(graph: Graph) -> set[Op]:
 
 
 def _is_sum(op: Op) -> bool:
-    """Test whether an op only adds its operands."""
-
     def traces_to_sum() -> bool:
         eqns = [] if op.kind.is_carried_out_by_others else op.traced().eqns
         return bool(eqns) and all(each.primitive.name in ("add", "add_any") for each in eqns)

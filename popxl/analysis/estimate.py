@@ -281,7 +281,6 @@ class _Sum:
 
     @property
     def cycles(self) -> int:
-        """Cycles of all these ops."""
         return self.spent.total()
 
     @property

@@ -83,7 +83,6 @@ _OF_WINDOWS = frozenset("reduce_window_sum reduce_window_max reduce_window_min".
 
 
 def _trace_flops(jaxpr: Any) -> Flops:
-    """The operations of a trace."""
     return reduce(Flops.plus, map(_of_equation, jaxpr.eqns), Flops())
 
 

@@ -371,7 +371,6 @@ class OpKind:
         return tuple(operand for operand in operands if isinstance(operand, Tensor))
 
     def _check_real(self, names: Iterable[str], inputs: tuple[Tensor, ...]) -> None:
-        """`TypeError` for a complex operand."""
         for name, t in zip(names, inputs, strict=True):
             if t.dtype.is_complex:
                 raise TypeError(
@@ -441,7 +440,6 @@ class _Parameters:
 
     @staticmethod
     def from_function(lowering: Callable[..., Any]) -> _Parameters:
-        """The parameters of a function."""
         by_kind: dict[Any, list[inspect.Parameter]] = defaultdict(list)
         for parameter in inspect.signature(lowering).parameters.values():
             by_kind[parameter.kind].append(parameter)

@@ -186,7 +186,6 @@ def seed_or_zeros(gradient: Tensor | None, t: Tensor) -> Tensor:
 
 
 def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
-    """Differentiate a call: call the gradient graph."""
     site = CallSiteInfo(forward.op)
     graph = site.called_graph
     info = grad_info_for_call(forward, graph)

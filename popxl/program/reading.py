@@ -338,7 +338,6 @@ class _Reader:
                     checked.kind.try_out(checked)
 
     def _set_transfers(self) -> None:
-        """Set stream-specific transfer counts."""
         streams = self._ir.main_graph._streams
         for name, count in self._program.stream_transfers.items():
             check(name in streams, f"{name!r} has {count} transfers, and is no stream")

@@ -38,5 +38,4 @@ def decompose_sum(graph: Graph) -> Graph:
 
 
 def _chained_adds(spec: TensorSpec, *ts: Tensor) -> Tensor:
-    """Sum of tensors as a chain of additions."""
     return reduce(add, ts, init(**spec, name="sum_init"))

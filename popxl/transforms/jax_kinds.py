@@ -188,7 +188,6 @@ def combiner_name(jaxpr: Any) -> str | None:
 
 @cache
 def _combiner(name: str) -> Jaxpr:
-    """Jaxpr of the combining function with this name."""
     primitive, dtype = name.split()
     number = jax.ShapeDtypeStruct((), jax.numpy.dtype(dtype))
     with jax.enable_x64(True):  # a dtype of 64 bits is meant

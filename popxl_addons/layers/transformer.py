@@ -230,8 +230,7 @@ def activated(activation: Activation, layer: Callable[[str], popxl.Tensor]) -> p
     if activation == "swiglu":
         gate = ops.swish(layer("gate"))
         return gate * layer("up")
-    result: popxl.Tensor = getattr(ops, activation)(layer("up"))
-    return result
+    return getattr(ops, activation)(layer("up"))
 
 
 class MLP(Module):

@@ -53,8 +53,7 @@ def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.T
 
     def gradient(g: popxl.Tensor, identical: Identical, op: str, stride: int, group_size: int) -> popxl.Tensor:
         how = {"op": op, "identical": _IN_THE_GRADIENT[identical], "stride": stride, "group_size": group_size}
-        result: popxl.Tensor = kind(g, results=["all_reduce_grad"], **how)  # autodiff names it after its tensor
-        return result
+        return kind(g, results=["all_reduce_grad"], **how)  # autodiff names it after its tensor
 
     kind = OpKind(
         op_type,
@@ -74,8 +73,7 @@ def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.T
         name: str, t: popxl.Tensor, op: str, group: Groups | None, identical: Identical = "nothing"
     ) -> popxl.Tensor:
         reduction = known_reduction(name, op, known)
-        result: popxl.Tensor = kind(t, op=reduction, identical=identical, **members(name, group))
-        return result
+        return kind(t, op=reduction, identical=identical, **members(name, group))
 
     return record
 

@@ -44,8 +44,7 @@ _reduce_scatter = OpKind(
 
 
 def _own_shard_of_mean(g: popxl.Tensor, stride: int, group_size: int) -> popxl.Tensor:
-    own: popxl.Tensor = _reduce_scatter(g, op="mean", stride=stride, group_size=group_size)
-    return own
+    return _reduce_scatter(g, op="mean", stride=stride, group_size=group_size)
 
 
 _gather = OpKind(
@@ -85,8 +84,7 @@ def gather_weight(shard: popxl.Tensor, dtype: popxl.dtype, group: ReplicaGroupin
     """
     among = members("gather_weight", group)
     sent = () if shard.dtype is dtype else (popxl.ops.cast(shard, dtype),)
-    whole: popxl.Tensor = _gather(shard, *sent, shape=tuple(shard.meta_shape), **among)
-    return whole
+    return _gather(shard, *sent, shape=tuple(shard.meta_shape), **among)
 
 
 def _in_own_rows(indices: Any, count: int, group: Group) -> Any:
@@ -169,8 +167,7 @@ def look_up_rows(
         ((2, 3), popxl.dtypes.bfloat16)
     """
     among = members("look_up_rows", group)
-    rows: popxl.Tensor = _look_up(shard, indices, shape=tuple(shard.meta_shape), dtype=dtype, **among)
-    return rows
+    return _look_up(shard, indices, shape=tuple(shard.meta_shape), dtype=dtype, **among)
 
 
 def is_looked_up_cheaper(table: tuple[int, ...], indices: popxl.Tensor, group: ReplicaGrouping) -> bool:

@@ -161,7 +161,6 @@ class _OptaxSteps:
         self.owners = [_last_of(names, path) for path, _ in paths]
 
     def update(self, gradients: Any, state: Any, params: Any, *value: Array) -> Any:
-        """The updates, and the new state."""
         named = {"value": value[0]} if value else {}
         return self._transformation.update(gradients, state, params, **named)
 

@@ -241,7 +241,6 @@ class Pipelining:
     # Checks
 
     def _sorted(self, stages: Mapping[OpId, int]) -> list[list[Op]]:
-        """The ops of each stage."""
         members = defaultdict(list)
         for op in self.graph.ops:
             if stages.get(op.id, BEFORE) != BEFORE:

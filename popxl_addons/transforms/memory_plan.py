@@ -309,7 +309,6 @@ class MemoryPlan(OnPage, BaseModel):
         return ", ".join(each for each in (divided, away) if each)
 
     def _calls(self) -> Counter[str]:
-        """Total calls of each graph."""
         totals = Counter[str]()
         for graph in self.graphs:
             totals[graph.graph] += graph.calls

@@ -99,8 +99,7 @@ class PipelineSchedule:
                 "or a table, `PipelineSchedule(rows)`."
             )
         make = cls.one_forward_one_backward if name == "1f1b" else getattr(cls, name)
-        schedule: PipelineSchedule = make(placement, steps)
-        return schedule
+        return make(placement, steps)
 
     @classmethod
     def cycles(cls, placement: Sequence[int], steps: int) -> PipelineSchedule:

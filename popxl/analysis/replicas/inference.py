@@ -172,7 +172,6 @@ class _Contents(dict[Tensor, ReplicaType]):
         return join_all(self.of(op.bases)) if op.kind.aliased else self.unknown
 
     def of(self, ts: Iterable[Tensor]) -> tuple[ReplicaType, ...]:
-        """The types of several tensors."""
         return tuple(map(self.__getitem__, ts))
 
 

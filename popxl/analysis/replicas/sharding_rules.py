@@ -141,7 +141,6 @@ def _type_of_terms(rule: Rule, given: Sequence[AxisType], flaws: Flaws) -> AxisT
 
 
 def _are_equal(types: Sequence[AxisType]) -> bool:
-    """Whether all types are replicated."""
     return all(along.kind <= REPLICATED for along in types)
 
 

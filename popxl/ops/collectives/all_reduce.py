@@ -54,14 +54,12 @@ def _alike(*ts: Any, ipus: Any, op: str) -> list[TensorSpec]:
 
 
 def _gradients_summed(forward: Forward, gs: Gs) -> Gradients:
-    """Sum all gradients, for each input."""
     _only_sums(forward)
     filled = [init(t.shape, t.dtype) if g is None else g for t, g in zip(forward.op.outputs, gs, strict=True)]
     return dict(enumerate(all_reduce.kind(*filled, ipus=forward.op.attributes["ipus"], op="add")))
 
 
 def _gradients_passed(forward: Forward, gs: Gs) -> Gradients:
-    """Pass each result's gradient to its input."""
     _only_sums(forward)
     return {i: g for i, g in enumerate(gs) if g is not None}
 

@@ -50,5 +50,4 @@ def replicated_all_gather_strided(t: popxl.Tensor, group: Groups | None = None) 
     groups = members("replicated_all_gather_strided", group)
     _all_gather.check(t, shape=(), **groups)
     shape = tuple(t.meta_shape) or (groups["group_size"] * math.prod(t.shape),)
-    result: popxl.Tensor = _all_gather(t, shape=shape, **groups)
-    return result
+    return _all_gather(t, shape=shape, **groups)

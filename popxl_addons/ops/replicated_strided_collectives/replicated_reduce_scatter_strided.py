@@ -58,5 +58,4 @@ def replicated_reduce_scatter_strided(
     name = "replicated_reduce_scatter_strided"
     reduction = known_reduction(name, op, SUMS_AND_MEANS)
     sharded = bool(configure_output_for_replicated_tensor_sharding)
-    result: popxl.Tensor = _reduce_scatter(t, op=reduction, sharded=sharded, **members(name, group))
-    return result
+    return _reduce_scatter(t, op=reduction, sharded=sharded, **members(name, group))

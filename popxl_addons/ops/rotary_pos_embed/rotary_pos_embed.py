@@ -137,5 +137,4 @@ def rotary_pos_embed(
         (2, 3, 5, 8)
     """
     channels = t.shape[-1] if isinstance(t, popxl.Tensor) and t.shape else 0
-    result: popxl.Tensor = _rotary_pos_embed(t, sin, cos, rotary_dim=rotary_dim or channels)
-    return result
+    return _rotary_pos_embed(t, sin, cos, rotary_dim=rotary_dim or channels)

@@ -135,10 +135,6 @@ def _conv_shape(t: Any, weight: Any, *, scaled: bool, **how: Any) -> tuple[int, 
     return (t.shape[0], filters, *(w.count for w in _conv_windows(t, weight, **how)))
 
 
-def _conv_lowering(t: Any, weight: Any, *, groups: int, **how: Any) -> Any:
-    return convolved("conv", t, weight, _conv_windows(t, weight, **how), groups)
-
-
 def _data_gradient(g: Any, weight: Any, *, shape: tuple[int, ...], groups: int, **how: Any) -> Any:
     return transposed("conv", g, weight, _conv_windows(ShapeDtypeStruct(shape, g.dtype), weight, **how), groups)
 
@@ -171,7 +167,7 @@ def _with_respect_to_weights(g: Tensor, t: Tensor, weight: TensorSpec, attribute
 
 conv_kind, conv_pow2scaled_kind = _declared(
     "Conv",
-    _conv_lowering,
+    lambda t, weight, *, groups, **how: convolved("conv", t, weight, _conv_windows(t, weight, **how), groups),
     _conv_shape,
     {
         "t": lambda g, t_spec, weight, attributes: _conv_data_grad(g, weight, shape=t_spec.shape, **attributes),

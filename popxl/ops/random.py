@@ -155,8 +155,7 @@ def random_uniform(
     Example:
         >>> noise = ops.random_uniform(seed, (4, 8), -1, 1)
     """
-    how = _sample_arguments("random_uniform", shape, dtype, low=low, high=high)
-    return _uniform(seed_tensor, **how)
+    return _uniform(seed_tensor, **_sample_arguments("random_uniform", shape, dtype, low=low, high=high))
 
 
 def random_normal(
@@ -186,8 +185,7 @@ def random_normal(
     Example:
         >>> noise = ops.random_normal(seed, (4, 8), std=0.02)
     """
-    how = _sample_arguments("random_normal", shape, dtype, mean=mean, std=std)
-    return _normal(seed_tensor, **how)
+    return _normal(seed_tensor, **_sample_arguments("random_normal", shape, dtype, mean=mean, std=std))
 
 
 # Dropout ------------------------------------------------------------------------------------------------------------

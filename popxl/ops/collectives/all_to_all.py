@@ -6,26 +6,19 @@ shift.
 
 from __future__ import annotations
 
-from popxl.base.arrays import Array
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import BetweenReplicas
 from popxl.ops.collectives.chunks import moved, normalized_axis, permutations
 from popxl.ops.collectives.collectives import members
-from popxl.ops.collectives.group import Group
 from popxl.ops.shape import reshape, transpose
 from popxl.replica_grouping import Groups
 from popxl.values.shapes import integer, like_first
 from popxl.values.spec import brief
 
-
-def _all_to_all(t: Array, *, group: Group) -> Array:
-    return moved(t, group.exchanged)
-
-
 all_to_all_kind: OpKind = OpKind(
     "ReplicatedAllToAll",
-    _all_to_all,
+    lambda t, *, group: moved(t, group.exchanged),
     shape=like_first,
     gradient={"t": lambda g, attributes: all_to_all_kind(g, **attributes)},  # each part is sent back
     result="{t}_all_to_all",

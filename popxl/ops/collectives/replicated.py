@@ -36,13 +36,9 @@ OutputShape = Literal["new_axis", "concat", "meta_shape", "auto"]
 # Reductions ---------------------------------------------------------------------------------------------------------
 
 
-def _all_reduce(t: Array, *, op: str, group: Group) -> Array:
-    return group.combined(t, op)
-
-
 all_reduce_kind = OpKind(
     "ReplicatedAllReduce",
-    _all_reduce,
+    lambda t, *, op, group: group.combined(t, op),
     shape=like_first,
     gradient=REFUSED,
     result="{t}_all_reduce",

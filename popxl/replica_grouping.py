@@ -6,11 +6,12 @@ communicate.
 
 import math
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
+from popxl.base.group_by import group_by
 from popxl.values.shapes import integer, integers
 
 if TYPE_CHECKING:
@@ -344,10 +345,7 @@ def _make(
 
 
 def _groups_of(assignment: list[int]) -> list[list[int]]:
-    groups: defaultdict[int, list[int]] = defaultdict(list)
-    for replica, group in enumerate(assignment):
-        groups[group].append(replica)
-    return list(groups.values())
+    return list(group_by(range(len(assignment)), assignment.__getitem__).values())
 
 
 def _gaps(groups: list[list[int]]) -> list[int]:

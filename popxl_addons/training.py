@@ -282,10 +282,9 @@ def _planned_apart(
         return ir
 
     try:
-        plan: MemoryPlan = plan_memory(build, bytes_of(budget, "train_step: `memory`")).plan
+        return plan_memory(build, bytes_of(budget, "train_step: `memory`")).plan
     finally:
         np.random.set_state(drawn)
-    return plan
 
 
 def _check(module: Module, forward: GraphWithNamedArgs, fed: int) -> None:

@@ -319,8 +319,7 @@ class ExchangeRecorder(CollectiveBackend):
         return t
 
     def extreme(self, t: Array, op: Literal["min", "max"]) -> Array:
-        self._record("all-reduce", 1, t)
-        return t
+        return self.summed(t)
 
     def scattered(self, rows: Array) -> Array:
         self._record("reduce-scatter", 1, rows)

@@ -9,6 +9,7 @@ graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -156,10 +157,11 @@ def _needed_by_callers(root: Graph, provided: list[Tensor], infos: Infos) -> dic
     return needed
 
 
+@dataclass(eq=False)
 class _Differentiation:
     """One graph being differentiated.
 
-    Args:
+    Attributes:
         provided, required: tensors of the graph whose gradients are given, and whose gradients are wanted.
         infos: known gradient graphs; this one is added.
         needed: for each called graph, the outputs whose gradients some call will provide.
@@ -167,24 +169,17 @@ class _Differentiation:
         complete: whether each required gradient must exist. Otherwise missing ones are left out.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        provided: list[Tensor],
-        required: list[Tensor],
-        infos: Infos,
-        needed: dict[Graph, list[Tensor]],
-        transform: Callable[[GradGraphInfo], GradGraphInfo] | None,
-        complete: bool = True,
-    ) -> None:
-        self.forward_graph = graph
-        self.provided = provided
-        self.required = required
-        self.infos = infos
-        self.needed = needed
-        self.transform = transform
-        self.complete = complete
-        self.follows = _following(graph, required)
+    forward_graph: Graph
+    provided: list[Tensor]
+    required: list[Tensor]
+    infos: Infos
+    needed: dict[Graph, list[Tensor]]
+    transform: Callable[[GradGraphInfo], GradGraphInfo] | None
+    complete: bool = True
+
+    def __post_init__(self) -> None:
+        graph = self.forward_graph
+        self.follows = _following(graph, self.required)
         self.contributions: dict[Tensor, list[Tensor]] = {}
         self.gradients: dict[Tensor, Tensor] = {}
         self.renamed: set[Tensor] = set()
@@ -265,7 +260,7 @@ class _Differentiation:
         self.graph.show_as({named: f"Gradient___{t.path}"})
         return named
 
-    def _connect(self, outputs: list[Tensor]) -> GradGraphInfo:
+    def _connect(self, outputs: list[Tensor]) -> None:
         """Order the activations, make them outputs of the forward graph where needed, and write all this down."""
         count = len(self.provided)
         forward = {copy: t for t, copy in self.activations.items()}
@@ -278,15 +273,13 @@ class _Differentiation:
         read = {t for op in self.graph.ops for t in op.inputs} | set(self.graph.outputs)
         if unused := [t.name for t in self.graph.inputs[:count] if self.complete and t not in read]:
             _log.warn(f"autodiff: {', '.join(unused)} are not used by {self.graph.title}.")
-        info = make_grad_graph_info(
+        self.infos[self.forward_graph] = make_grad_graph_info(
             self.forward_graph,
             self.graph,
             [(t, ExpectedConnectionType.FwdGrad) for t in self.provided]
             + [(t, ExpectedConnectionType.Fwd) for t in activations],
             outputs,
         )
-        self.infos[self.forward_graph] = info
-        return info
 
     @cached_property
     def _readers(self) -> Mapping[Tensor, Sequence[Op]]:

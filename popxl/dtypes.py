@@ -258,10 +258,9 @@ def _find(value: Any) -> dtype | None:
 
 def _numpy_dtype(value: Any) -> np.dtype[Any] | None:
     try:
-        found: np.dtype[Any] = np.dtype(value)
+        return np.dtype(value)
     except (TypeError, ValueError, SyntaxError):  # the last for strings that NumPy takes for a list of fields
         return None
-    return found
 
 
 def _letter_of_as_dtype(value: Any) -> str:

@@ -31,7 +31,8 @@ from runtime.score_bias import ScoreBias
 OLDEST = 90000
 """Version of cuDNN: 9.0."""
 
-MOST_CHANNELS = 128
+MOST_CHANNELS, MOST_ON_HOPPER = 128, 256
+"""Of GPUs of the Ampere generation, and of the Hopper generation or a newer one."""
 
 SHORTEST = 64
 """Queries and keys of a text: with fewer there is little to gain, and cuDNN has no kernels for one."""
@@ -46,11 +47,12 @@ def overrides(device: jax.Device, is_here: bool) -> Mapping[Kernel, KernelImpl]:
     generation = str(getattr(device, "compute_capability", "0")).partition(".")[0]
     if not generation.isdecimal() or int(generation) < 8 or (is_here and jax_private.cudnn_version() < OLDEST):
         return {}
-    own = device if is_here else None
-    return {of_forward: partial(attention_forward, device=own), of_backward: partial(attention_backward, device=own)}
+    most = MOST_CHANNELS if int(generation) < 9 else MOST_ON_HOPPER
+    on: dict[str, Any] = {"device": device if is_here else None, "most_channels": most}
+    return {of_forward: partial(attention_forward, **on), of_backward: partial(attention_backward, **on)}
 
 
-def _is_supported(queries: Array, keys: Array, values: Array, mask: Any, dropout: float) -> bool:
+def _is_supported(queries: Array, keys: Array, values: Array, mask: Any, dropout: float, most_channels: int) -> bool:
     """Whether cuDNN has kernels for these operands. Dropout, whose seed is an operand, has none here."""
     channels = queries.shape[-1]
     return (
@@ -59,7 +61,7 @@ def _is_supported(queries: Array, keys: Array, values: Array, mask: Any, dropout
         and queries.dtype in (jnp.bfloat16, jnp.float16)
         and values.shape[-1] == channels
         and channels % 8 == 0
-        and channels <= MOST_CHANNELS
+        and channels <= most_channels
         and min(queries.shape[-2], keys.shape[-2]) >= SHORTEST
         and 0 not in (*queries.shape, *keys.shape)
     )
@@ -87,14 +89,16 @@ def attention_forward(
     scale: float,
     dropout: float,
     device: jax.Device | None = None,
+    most_channels: int = MOST_CHANNELS,
 ) -> tuple[Array, Array]:
     """`popxl.ops.attention.attention_forward`.
 
     Args:
         device: the GPU, if it is here.
+        most_channels: of the kernels that it has.
     """
     forward = partial(attend, causal=causal, scale=scale)
-    if _is_supported(queries, keys, values, mask, dropout):
+    if _is_supported(queries, keys, values, mask, dropout, most_channels):
         bias = ScoreBias.of(mask, queries, keys, causal, HIDDEN[queries.dtype])
         given = (*map(_of_four, (queries, keys, values)), *_of_all_scores(bias, queries))
         if _compiles(device, forward, given):
@@ -119,14 +123,16 @@ def attention_backward(
     scale: float,
     dropout: float,
     device: jax.Device | None = None,
+    most_channels: int = MOST_CHANNELS,
 ) -> tuple[Array, Array, Array]:
     """`popxl.ops.attention.attention_backward`. Results over more keys, with their sums, make it a part.
 
     Args:
         device: the GPU, if it is here.
+        most_channels: of the kernels that it has.
     """
     backward = partial(gradients, causal=causal, scale=scale, allocates_workspace=device is None)
-    if _is_supported(queries, keys, values, mask, dropout):
+    if _is_supported(queries, keys, values, mask, dropout, most_channels):
         bias = ScoreBias.of(mask, queries, keys, causal, HIDDEN[queries.dtype])
         shown, logs_shown = bias.show(g, logs)
         arrays = map(_of_four, (shown.astype(queries.dtype), queries, keys, values, out.astype(queries.dtype)))

@@ -168,6 +168,16 @@ def test_which_gpus(capability, version, found, monkeypatch) -> None:
     assert attention.overrides(SimpleNamespace(), is_here=True) == {}  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("capability", "called"), [("8.6", 0), ("9.0", 2)])
+def test_many_channels(capability, called, calls) -> None:
+    """A GPU of the Hopper generation has kernels for up to 256."""
+    overrides = attention.overrides(SimpleNamespace(compute_capability=capability), is_here=False)  # type: ignore[arg-type]
+    q, k, v = operands((2, 4, 6, 256), (2, 4, 6, 256))
+    out, logs = overrides[attention_forward](q, k, v, None, None, **HOW)
+    overrides[attention_backward](out, q, k, v, out, logs, None, None, **HOW)
+    assert len(calls) == called
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_calls(replicas, masked) -> None:

@@ -13,18 +13,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from poptorch.run.optimizer_state import OptimizerState
+
 _Fingerprint = list[tuple[str, Any, int]]
-
-
-class _Source(Protocol):
-    """Provider of optimiser state for certain parameters."""
-
-    def show(self) -> None:
-        """Update the mirror with current state, using `MirroredState.show`."""
 
 
 class MirroredState(defaultdict[Any, Any]):
@@ -46,16 +42,17 @@ class MirroredState(defaultdict[Any, Any]):
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
         super().__init__(dict, state)
-        self._sources: list[weakref.ref[_Source]] = []
-        self._holders: dict[Any, weakref.ref[_Source]] = {}
-        self._last: Callable[[], _Source | None] = lambda: None  # the last owner, which owns all of its parameters
+        self._sources: list[weakref.ref[OptimizerState]] = []
+        self._holders: dict[Any, weakref.ref[OptimizerState]] = {}
+        # The last owner, which owns all of its parameters.
+        self._last: Callable[[], OptimizerState | None] = lambda: None
         self._fingerprints: dict[Any, _Fingerprint] = {}
 
-    def add(self, source: _Source) -> None:
+    def add(self, source: OptimizerState) -> None:
         """Register a source, without keeping it alive."""
         self._sources.append(weakref.ref(source))
 
-    def remove(self, source: _Source) -> None:
+    def remove(self, source: OptimizerState) -> None:
         """Unregister a source. State already shown remains."""
         self._sources = [ref for ref in self._sources if ref() not in (None, source)]
 
@@ -65,12 +62,12 @@ class MirroredState(defaultdict[Any, Any]):
             if (source := ref()) is not None:
                 source.show()
 
-    def hold(self, parameters: Iterable[torch.Tensor], source: _Source) -> None:
+    def hold(self, parameters: Iterable[torch.Tensor], source: OptimizerState) -> None:
         """Mark a source as owning the newest state of parameters, superseding previous owners."""
         self._last = weakref.ref(source)
         self._holders.update(dict.fromkeys(parameters, self._last))
 
-    def has_newest(self, parameters: Iterable[torch.Tensor], source: _Source) -> bool:
+    def has_newest(self, parameters: Iterable[torch.Tensor], source: OptimizerState) -> bool:
         """Whether a source owns the newest state of parameters."""
         return self._last() is source or all(self._holders[p]() is source for p in parameters)
 

@@ -8,22 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from poptorch.base.patching import patched
 from poptorch.run.program_cache import ProgramCache
 
-
-class _Wrapped(Protocol):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def _takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool: ...
-
-    def copyWeightsToDevice(self) -> None: ...
-
-    def destroy(self) -> None: ...
+if TYPE_CHECKING:
+    from poptorch.run.executor import PoplarExecutor
 
 
 class SignatureCache:
@@ -33,9 +26,9 @@ class SignatureCache:
         make: wraps the model once more.
     """
 
-    def __init__(self, make: Callable[[], _Wrapped], max_programs: int) -> None:
+    def __init__(self, make: Callable[[], PoplarExecutor], max_programs: int) -> None:
         self._make = make
-        self._cache: ProgramCache[_Wrapped] = ProgramCache(
+        self._cache: ProgramCache[PoplarExecutor] = ProgramCache(
             max_programs,
             lambda wrapped: wrapped.destroy(),
             "The model was called with more than %d kinds of arguments, and is compiled for each: a shape that "

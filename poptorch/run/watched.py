@@ -12,39 +12,22 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from poptorch.run.weights import LazyWeights
 
-class Observer(Protocol):
-    """Receiver of the events of watched objects."""
-
-    def before_read(self) -> None:
-        """Called before values are read."""
-
-    def on_hook(self, handle: Any) -> None:
-        """Called after a gradient hook is registered on a tensor, with its handle."""
-
-    def on_requires_grad(self) -> None:
-        """Called after `requires_grad` of a tensor is set."""
-
-    def on_data_access(self) -> None:
-        """Called after an access to the `data` of a tensor."""
-
-    def on_missing_gradient(self, reader: str) -> None:
-        """Called after a read of a tensor's `grad`, which is `None`, with the name of the Python module that reads."""
+    _Refs = tuple[weakref.ref[LazyWeights], ...]
 
 
-_Refs = tuple[weakref.ref[Observer], ...]
-
-
-def watch(each: Any, observer: Observer) -> None:
+def watch(each: Any, observer: LazyWeights) -> None:
     """Add an observer to a module or tensor: weights may be tied between models."""
     _observe(each, (*_refs_of(each), weakref.ref(observer)))
 
 
-def unwatch(watched: Iterable[Any], observer: weakref.ref[Observer]) -> None:
+def unwatch(watched: Iterable[Any], observer: weakref.ref[LazyWeights]) -> None:
     """Remove an observer from modules and tensors, watched or not."""
     for each in watched:
         _observe(each, tuple(ref for ref in _refs_of(each) if ref is not observer))
@@ -57,7 +40,7 @@ def suspend(module: Any) -> None:
         _observe(module, ())
 
 
-def observers_of(each: Any) -> list[Observer]:
+def observers_of(each: Any) -> list[LazyWeights]:
     """Observers of a module or tensor."""
     return _observers(_refs_of(each))
 
@@ -71,7 +54,7 @@ def _refs_of(each: Any) -> _Refs:
     return type(each)._refs if isinstance(each, _Watched) else ()
 
 
-def _observers(refs: _Refs) -> list[Observer]:
+def _observers(refs: _Refs) -> list[LazyWeights]:
     return [observer for ref in refs if (observer := ref()) is not None]
 
 
@@ -169,13 +152,13 @@ _WatchedModule = type("_WatchedModule", (_Watched,), {name: _announcing(name) fo
 # Events of tensors ----------------------------------------------------------------------------------------------------
 
 
-def _gradient_read(observer: Observer, gradient: torch.Tensor | None) -> None:
+def _gradient_read(observer: LazyWeights, gradient: torch.Tensor | None) -> None:
     if gradient is None:
         observer.on_missing_gradient(sys._getframe(2).f_globals.get("__name__", ""))  # called by __torch_function__
 
 
 _tensor: Any = torch.Tensor
-_EVENTS: dict[Any, Callable[[Observer, Any], None]] = {
+_EVENTS: dict[Any, Callable[[LazyWeights, Any], None]] = {
     _tensor.register_hook: lambda observer, handle: observer.on_hook(handle),
     _tensor.register_post_accumulate_grad_hook: lambda observer, handle: observer.on_hook(handle),
     _tensor.requires_grad_: lambda observer, _: observer.on_requires_grad(),
@@ -187,7 +170,7 @@ _EVENTS: dict[Any, Callable[[Observer, Any], None]] = {
 """Functions of tensors with events, which receive their results."""
 
 
-def _event_of(function: Any) -> Callable[[Observer, Any], None] | None:
+def _event_of(function: Any) -> Callable[[LazyWeights, Any], None] | None:
     try:
         return _EVENTS.get(function)
     except TypeError:  # it cannot be hashed

@@ -66,7 +66,7 @@ class LazyWeights:
         changed: Container[str] | None = None,
     ) -> None:
         self.trains = changed is None
-        if self.trains and any(isinstance(each, LazyWeights) and each.trains for each in observers_of(module)):
+        if self.trains and any(each.trains for each in observers_of(module)):
             raise RuntimeError(
                 f"{original_class(module).__name__} is already wrapped for training: its weights can come from one "
                 "training model only. Call `destroy()` on that one first."

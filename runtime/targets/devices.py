@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
 import jax
@@ -23,6 +23,9 @@ from runtime.jax_private import warn_if_untested
 from runtime.targets import chip, compilers
 from runtime.targets.chip import Chip
 from runtime.targets.offline import FORMS, Target, is_target
+
+if TYPE_CHECKING:
+    from runtime.program.store import VariableStore
 
 CPU_DEVICES = "POPXL_CPU_DEVICES"
 """Environment variable: how many devices the CPU is divided into. By default as many as there are cores, and at most
@@ -109,12 +112,6 @@ class DeviceCount:
     def of_available(self, available: int) -> int:
         """`best` if as many devices are available, else `count`, else one."""
         return next((wanted for wanted in (self.best, self.count) if 0 < wanted <= available), 1)
-
-
-class _Loaded(Protocol):
-    """Owner of arrays on a device, able to release them."""
-
-    def release(self) -> None: ...
 
 
 class Device:
@@ -224,7 +221,7 @@ class Device:
             "before one of as many replicas as a host has chips: `popxl.Ir(axes={'stage': 'ipus', 'tensor': 8})`."
         )
 
-    def loads(self, store: _Loaded) -> None:
+    def loads(self, store: VariableStore) -> None:
         """Register a store with arrays on this device, released by `detach`."""
         self._loaded.add(store)
 

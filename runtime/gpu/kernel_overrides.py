@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
+from popxl.base.arrays import Array
 from popxl.ops.attention import attended_backward_anew, attention_backward
 from popxl.ops.float8 import as_convolved
 from popxl.ops.kernels import convolutions, memory, products
@@ -14,8 +17,18 @@ from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from popxl.ops.kernels.sums import exponentials, softmax_gradient
 from runtime import memory_spaces
 from runtime.fake_dependency import computed_after
-from runtime.gpu import loop_buffers
 from runtime.gpu import sums as of_sums
+
+
+def _full_after(shape: Sequence[int], value: Any, dtype: Any, after: Array) -> Array:
+    """`popxl.ops.kernels.elements.full_after`, for buffers that loops fill: each is initialised when its loop starts.
+
+    XLA schedules the kernel that initialises a constant array first, since it has no dependencies. The buffers of all
+    loops would then be live from the start.
+    """
+    number, _ = lax.optimization_barrier((jnp.asarray(value, dtype), after))
+    return jnp.broadcast_to(number, shape)
+
 
 OVERRIDES: Mapping[Kernel, KernelImpl] = {
     **memory_spaces.OVERRIDES,
@@ -26,7 +39,7 @@ OVERRIDES: Mapping[Kernel, KernelImpl] = {
     convolutions.convolved: convolutions.convolved_halves,
     as_convolved: lambda t: lax.optimization_barrier(as_convolved.plain(t)),
     recompute: lax.optimization_barrier,
-    full_after: loop_buffers.full_after,
+    full_after: _full_after,
     exponentials: of_sums.exponentials,
     softmax_gradient: of_sums.softmax_gradient,
 }

@@ -9,7 +9,7 @@ import popxl
 from popxl import ops
 from popxl.ops.kernels import products
 from popxl.transforms import autodiff
-from runtime.cpu import products as of_cpus
+from runtime.cpu import kernel_overrides as of_cpus
 from tests.popxl.evaluate import evaluate
 from tests.tolerances import assert_sums_near
 

@@ -34,6 +34,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import ReplicaGroups
+from poptorch.capture.trace import tensors_in
 from poptorch.data.loader import DataLoader
 from poptorch.enums import PartialBatch
 from poptorch.errors import createPoptorchError
@@ -300,11 +301,6 @@ class IPUStrategy(SingleDeviceStrategy):
         """Copy weights back to the host."""
         self._forget()
 
-    def _end_training(self) -> None:
-        """After training, copy weights back and discard all programs, so that they are recompiled."""
-        if self.training is not None:
-            self._forget()
-
     def _forget(self) -> None:
         for model, _ in self._steps.values():
             model.destroy()
@@ -391,10 +387,11 @@ class IPUStrategy(SingleDeviceStrategy):
         is_training = name == "training_step"
         options = self._options(is_training)
         if is_training and not trains:
-            self._end_training()
+            if self.training is not None:
+                self._forget()  # all programs, so that they are recompiled
             options = _without_optimizer(options)
         (batch, *indices), calls = args, Batching.from_options(options, trains).factor
-        if not trains and any(t.shape[:1].numel() % calls for t in pytree.tree_leaves(batch) if _is_tensor(t)):
+        if not trains and any(t.shape[:1].numel() % calls for t in tensors_in(batch)):
             options, calls = for_fewer_rows(options, Batching(1, 1, ReplicaGroups(1))), 1
         indices += kwargs.values()
         inputs = (batch, *(torch.full((calls,), index, dtype=torch.int32) for index in indices))
@@ -415,10 +412,6 @@ class IPUStrategy(SingleDeviceStrategy):
         if not is_training:
             return result
         return {**result, "loss": result["loss"].mean()} if isinstance(result, Mapping) else result.mean()
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _without_optimizer(options: Options) -> Options:

@@ -316,12 +316,8 @@ class _Bound(Composite):
         return self._make(*(child.build(parts) for child in self._children))
 
 
-def _partial(function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> functools.partial[Any]:
-    return functools.partial(function, *args, **keywords)
-
-
 _BOUND: Mapping[type, tuple[Sequence[str], Callable[..., Any]]] = {
-    functools.partial: (("func", "args", "keywords"), _partial),
+    functools.partial: (("func", "args", "keywords"), lambda func, args, kw: functools.partial(func, *args, **kw)),
     MethodType: (("__func__", "__self__"), MethodType),
 }
 

@@ -88,10 +88,6 @@ def log_sigmoid_forward(input: Any) -> Any:
 
 @_activation
 def mish(input: Any) -> Any:
-    return _mish(input)
-
-
-def _mish(input: Any) -> Any:
     return of_elements(lambda t: t * jnp.tanh(jax.nn.softplus(t)), input)
 
 

@@ -121,7 +121,7 @@ class Update:
                 type(optimizer).__name__,
                 self._rule.name,
             )
-        self._automatic = automatic_loss_scaling
+        self.adjusts = automatic_loss_scaling  # whether float16 gradients adjust the loss scale
         self.hyperparameters = Hyperparameters(optimizer, self._rule, automatic_loss_scaling, relaxed_checks)
         self._groupings = dict(replica_groupings or {})
         groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -203,7 +203,7 @@ class Update:
     def loss_scale(self, values: popxl.Tensor | None, state: Tensors) -> float | popxl.Tensor:
         """Initial gradient of the loss: a number, or a float32 tensor of one element if variable."""
         scale = self.hyperparameters.operand((None, "loss_scaling"), values)
-        return state[LOSS_SCALE_FACTOR] * scale if self._automatic else scale
+        return state[LOSS_SCALE_FACTOR] * scale if self.adjusts else scale
 
     def largest(self, gradients: Tensors, pieces: Container[str] = ()) -> popxl.Tensor:
         """Largest gradient magnitude, a float32 tensor of one element; infinite if any NaN.
@@ -213,11 +213,6 @@ class Update:
             pieces: names of those that are sharded over replicas.
         """
         return self._combined(largest_magnitude, gradients, "max", pieces)
-
-    @property
-    def adjusts(self) -> bool:
-        """Whether float16 gradients adjust the loss scale."""
-        return self._automatic
 
     def __call__(
         self,
@@ -261,7 +256,7 @@ class Update:
                 with _at_reader(parameters.get(name, gradient), readers):
                     self._step(name, parameters.get(name), gradient, scale, read, state, places[name])
             half = [name for name in names if places[name].spec.dtype == popxl.float16]
-            if self._automatic and (half or largest is not None):
+            if self.adjusts and (half or largest is not None):
                 largest = self.largest({n: gradients[n] for n in half}, pieces) if largest is None else largest
                 adjust_loss_scale(state[LOSS_SCALE_FACTOR], largest, read((None, "loss_scaling")))
 

@@ -82,7 +82,7 @@ class BrokenGraph:
         self._run_lock = threading.Lock()
         self._root = Subgraph()
         self._runs = 0
-        self._is_attached = False
+        self.is_attached = False  # whether a device is
         self._warned = Warned()
         self._host_buffers: dict[str, torch.Tensor] = {}
         if path.captured.written and self._keeps_buffers:
@@ -168,7 +168,7 @@ class BrokenGraph:
             frozen=[],
         )
         host = {name: array for name, array in self._host().items() if name in state}
-        if self._is_attached:
+        if self.is_attached:
             host |= self.weights(state)  # the host may have changed these meanwhile
         request = replace(self._request, update=None, seed=self._request.seed + number)
         return self._compile_captured(captured, OutputStructure(results, {}, []), request, host)
@@ -180,7 +180,7 @@ class BrokenGraph:
         tensors = tuple(torch.empty(value.shape, dtype=value.dtype) for value in captured.inputs)
         signature = Signature(lambda *inputs: None, tensors, {})
         compiled = compile_captured(popxl.Ir(replication=1), captured, structure, signature, request, host)
-        if self._is_attached:
+        if self.is_attached:
             compiled.attach(host)
         return compiled
 
@@ -302,29 +302,24 @@ class BrokenGraph:
         names = tuple(chain.from_iterable(each.io.names for each in self._programs))
         return ProgramIO(names=names, written=frozenset(self._host_buffers))
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether a device is attached."""
-        return self._is_attached
-
     def attach(self, host: Mapping[str, np.ndarray]) -> None:
         """Attach a device, loading given parameter and buffer values."""
         self._copy_buffers(host)
         for each in self._programs:
             each.attach(host)
-        self._is_attached = True
+        self.is_attached = True
 
     def detach(self) -> None:
         """Release the device."""
         for each in self._programs:
             each.detach()
-        self._is_attached = False
+        self.is_attached = False
 
     def close(self) -> None:
         """Release the device permanently."""
         for each in self._programs:
             each.close()
-        self._is_attached = False
+        self.is_attached = False
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
         """Device values of parameters and buffers by name, optionally only the named ones."""

@@ -85,7 +85,7 @@ def _unwatched(each: _Watched) -> Iterator[None]:
 
 def _announce_read(watched: type[_Watched]) -> None:
     for observer in _observers(watched._refs):
-        observer.before_read()
+        observer.to_host_if_stale()
 
 
 # Subclasses -----------------------------------------------------------------------------------------------------------

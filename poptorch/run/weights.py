@@ -185,10 +185,6 @@ class LazyWeights:
 
     # Events of watched tensors --------------------------------------------------------------------------------------
 
-    def before_read(self) -> None:
-        """Copy device values back if the host is stale."""
-        self.to_host_if_stale()
-
     def on_hook(self, handle: Any) -> None:
         """Refuse a gradient hook on a trained tensor."""
         if self.trains:

@@ -44,10 +44,6 @@ class Context:
         """The context inside a called graph with these inputs."""
         return replace(self, inputs=inputs, depth=self.depth + 1)
 
-    def in_branch(self, channels: Channels) -> Context:
-        """The context inside a branch, with its own channels."""
-        return replace(self, channels=channels)
-
     def in_loop_body(
         self,
         channels: Channels,

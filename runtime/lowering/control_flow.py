@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -123,7 +124,7 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, context: 
                 taken = cond.reshape(()) == when
                 around = context.channels.running
                 inside.running = taken if around is None else around & taken
-            results = lowering.lower_call(graph, values, context.in_branch(inside))
+            results = lowering.lower_call(graph, values, replace(context, channels=inside))
             return results.outputs[: len(op.outputs)], inside.carried(streams)
 
         return run

@@ -101,7 +101,9 @@ class PlanSearch:
         """Compile a plan with at most `limit` bytes of activations. False if there is none that was not tried."""
         last = self.compiled[-1]
         solution = self._solved(limit, last.offloadable, last.release)
-        if solution is None or self._is_known(solution) or solution.bytes > self.tried[0][0].bytes:
+        if solution is None or any(solution.treatments == known.treatments for known, _ in self.tried):
+            return False
+        if solution.bytes > self.tried[0][0].bytes:
             return False  # more than with everything kept: the time to solve was too short
         self._try_plan(solution, self.everything.chosen_mode)
         return True
@@ -144,9 +146,6 @@ class PlanSearch:
     def _solved(self, limit: float | None, offloadable: Collection[str], release: Release) -> Solution | None:
         with stage(f"{self._title}: solving"):
             return solve(self._graphs, limit, self.everything.chip, offloadable, release)
-
-    def _is_known(self, solution: Solution) -> bool:
-        return any(solution.treatments == known.treatments for known, _ in self.tried)
 
     def _limits(self) -> Iterator[float | None]:
         """Bytes of activations for which the peak should be just below the budget; None, as few as possible, if nothing

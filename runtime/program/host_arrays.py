@@ -181,10 +181,6 @@ class HostArrays:
 
     # Out ------------------------------------------------------------------------------------------------------------
 
-    def new_outputs(self) -> dict[DeviceToHostStream, np.ndarray]:
-        """Uninitialized array for each output stream."""
-        return {s: np.empty(self._layout.host_shape(s), s.dtype.as_numpy()) for s in self._layout.outputs}
-
     def check_outputs(self, arrays: Mapping[DeviceToHostStream, np.ndarray]) -> None:
         """Validate output arrays for a run; raises errors like `feeds`, and `TypeError` for non-arrays."""
         check_type(arrays, Mapping, "Session.run_with_outputs: `outputs`", "a mapping from streams to arrays")

@@ -191,7 +191,6 @@ POPXL = {
 RUNTIME = {
     "poprun": "command lines; processes; a program as a JAX file",
     "subcommands": "what the commands of popxl do",
-    "compared_runs": "many replicas beside one, for a command",
     "poprun_options": "costs in reviewed files",
     "watched_runs": "runs of programs for commands",
     "jax_analysis": "analysis of JAX functions",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import textwrap
 import warnings
@@ -11,15 +12,17 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from popxl.analysis.checking import check, report_data
 from popxl.analysis.memory import Memory
+from popxl.base.choices import choosing
 from popxl.base.container import is_packed
 from popxl.base.memory_requests import MemoryRequest, requesting_memory
 from popxl.base.pages import OnPage
 from popxl.errors import PopxlError, ReplicationWarning
 from popxl.ir import Ir
-from runtime.compared_runs import compared_run
+from runtime.comparison import Comparison, compare
 from runtime.cost_budgets import read_budget
 from runtime.costs.changes import changes_of
 from runtime.costs.cost import Cost
@@ -131,7 +134,7 @@ def check_program(asked: CommandArgs) -> int:
             print(f"\n=== {ir!r} ===\n\n{found}")
         if asked.alone is not None and not code:
             try:
-                comparison = compared_run(asked.file, asked.arguments, asked.alone, number)
+                comparison = _compared_run(asked.file, asked.arguments, asked.alone, number)
             except (PopxlError, ValueError) as problem:
                 return fail(f"--run: {problem}", 2)
             data[-1]["comparison"] = asdict(comparison)
@@ -143,6 +146,49 @@ def check_program(asked: CommandArgs) -> int:
     if not irs and not code:
         return fail(f"{asked.file} builds no Ir: there is nothing to check.", 1)
     return code or int(certain)
+
+
+_HOW = (
+    'Let the program take the sizes of its axes from `popxl.choice("NAME", [SIZE, 1])`, where NAME is that of the '
+    "axis; or from its command line, and say how with --run=ARGUMENTS, such as --run='--data 1'."
+)
+
+
+def _compared_run(file: Path, arguments: Sequence[str], alone: Sequence[str], number: int) -> Comparison:
+    """Run an Ir from a file, and its copy with all axes of size one, and compare both.
+
+    Args:
+        alone: arguments of the program for one replica; empty for the same ones.
+        number: index of the Ir among those that the file builds.
+
+    Raises:
+        PopxlError: for an Ir without named axes, or an Ir that the file does not build for one replica.
+    """
+    ir = _irs_built(file, arguments, {})[number]
+    axes = ir.axes
+    if math.prod(axes.values()) < 2:
+        raise PopxlError(f"{ir!r} has no named axes of several replicas, such as those of `popxl.Ir(axes=...)`.")
+    try:
+        one = _irs_built(file, alone or arguments, dict.fromkeys(axes, 1))
+    except ValueError as problem:  # of a choice without this option
+        raise PopxlError(f"{problem} {_HOW}") from problem
+    if len(one) <= number or one[number].replication_factor != 1:
+        raise PopxlError(f"the program does not build {ir!r} for one replica. {_HOW}")
+
+    def program(sizes: dict[str, int]) -> Ir:
+        return ir if sizes == axes else one[number]
+
+    return compare(program, axes=axes)
+
+
+def _irs_built(file: Path, arguments: Sequence[str], taken: dict[str, Any]) -> list[Ir]:
+    """The Irs that a program builds with these choices; what it prints is left out."""
+    irs: dict[Ir, None] = {}
+    with choosing(taken), watched(WatchingMachine(LayoutMachine()), irs), redirect_stdout(StringIO()):
+        _, code = run_file(file, arguments)
+    if code:
+        raise PopxlError(f"{file} ended with the exit code {code}.")
+    return [*irs]
 
 
 def report(asked: CommandArgs) -> int:

@@ -123,7 +123,7 @@ def collective_time(chip: Chip, kind: str, nbytes: float, spans: Sequence[LinkSp
     if kind == "collective-broadcast":
         return CollectiveTime(sum(_tree(chip, nbytes, span) for span in spans), "tree", over)
     span = spans[-1]  # a permutation: the pair with the largest distance
-    return CollectiveTime(span.link.latency + nbytes / _neighbour(chip, span), "direct", over[-1:])
+    return CollectiveTime(span.link.latency + nbytes / _wire(chip, span), "direct", over[-1:])
 
 
 def bandwidth_of(chip: Chip, link: Link) -> float:
@@ -150,10 +150,7 @@ def _gather(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> tuple[float
     total, names = 0.0, []
     for span in spans:
         part = (span.size - 1) / span.size * nbytes
-        if span.extents:
-            total += _steps(span) * span.link.latency + part / _torus(chip, span)
-        else:
-            total += (span.size - 1) * span.link.latency + part / bandwidth_of(chip, span.link)
+        total += _steps(span) * span.link.latency + part / _inward(chip, span)
         names.append("torus" if span.extents else "ring")
         nbytes /= span.size
     return total, ", ".join(names)
@@ -161,9 +158,8 @@ def _gather(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> tuple[float
 
 def _tree(chip: Chip, nbytes: float, span: LinkSpan) -> float:
     """Time of a broadcast from one chip, or a sum at one chip."""
-    if span.extents:
-        return _steps(span) * span.link.latency + nbytes / _torus(chip, span)
-    return math.ceil(math.log2(span.size)) * span.link.latency + nbytes / bandwidth_of(chip, span.link)
+    steps = _steps(span) if span.extents else math.ceil(math.log2(span.size))
+    return steps * span.link.latency + nbytes / _inward(chip, span)
 
 
 def _all_to_all(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> float:
@@ -172,31 +168,28 @@ def _all_to_all(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> float:
     for span in spans:
         own = beyond
         beyond *= span.size
-        sent = nbytes * (beyond - own) / count
+        sent, rate = nbytes * (beyond - own) / count, _wire(chip, span)
         if span.extents:  # half of everything crosses the middle of the longest dimension
             longest = max(span.extents)
-            ways = 2 if span.closed[span.extents.index(longest)] else 1
-            wire = bandwidth_of(chip, span.link) / (2 * len(span.extents))
-            times.append(_steps(span) * span.link.latency + sent * longest / (4 * ways * wire))
-        else:
-            times.append((span.size - 1) * span.link.latency + sent / bandwidth_of(chip, span.link))
+            sent *= longest
+            rate *= 8 if span.closed[span.extents.index(longest)] else 4
+        times.append(_steps(span) * span.link.latency + sent / rate)
     return max(times)
 
 
-def _torus(chip: Chip, span: LinkSpan) -> float:
-    """Bytes a second into each chip of a torus: over one wire for each dimension, and two where it is a ring."""
-    wire = bandwidth_of(chip, span.link) / (2 * len(span.extents))
+def _inward(chip: Chip, span: LinkSpan) -> float:
+    """Bytes a second into each chip; in a torus, over one wire for each dimension, and two where it is a ring."""
     used = (1 + is_ring for extent, is_ring in zip(span.extents, span.closed, strict=True) if extent > 1)
-    return wire * sum(used)
+    return _wire(chip, span) * (sum(used) if span.extents else 1)
 
 
 def _steps(span: LinkSpan) -> int:
-    """Hops to the farthest chip of a torus."""
+    """Hops to the farthest chip, around a ring or through a torus."""
     pairs = zip(span.extents, span.closed, strict=True)
-    return sum(extent // 2 if is_ring else extent - 1 for extent, is_ring in pairs)
+    return sum(e // 2 if is_ring else e - 1 for e, is_ring in pairs) if span.extents else span.size - 1
 
 
-def _neighbour(chip: Chip, span: LinkSpan) -> float:
+def _wire(chip: Chip, span: LinkSpan) -> float:
     """Bytes a second between two chips."""
     rate = bandwidth_of(chip, span.link)
     return rate / (2 * len(span.extents)) if span.extents else rate

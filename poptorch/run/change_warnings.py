@@ -23,12 +23,7 @@ class ChangeWarnings:
         self._changes = HostChanges(self._host.module)
 
     def warn(self, compiled: CompiledModel, attributes: Attributes) -> None:
-        """Warn about changes since the module was compiled.
-
-        Args:
-            compiled: the compiled model.
-            attributes: the module's attributes at compilation.
-        """
+        """Warn about changes since the module was compiled, when it had these attributes."""
         module = self._host.module
         if "mode" not in self._warned and module.training is self._training is not attributes.training:
             here, there = ("train", "eval") if self._training else ("eval", "train")

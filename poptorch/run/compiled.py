@@ -102,7 +102,6 @@ class Compiled:
         """Run the program once on call tensors, as returned by `signature.check`. Returns the result.
 
         Args:
-            tensors: the tensors.
             objects: objects among the arguments, as returned by `signature.objects`. Their attributes are changed as by
                 the model.
 

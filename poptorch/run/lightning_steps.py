@@ -134,11 +134,7 @@ class _MetricResult:
     """
 
     def __init__(self, call: _DeferredCall, trace: Callable[[], Any]) -> None:
-        self.call, self._trace = call, trace
-
-    def traced(self) -> Any:
-        """The result traced into the program."""
-        return self._trace()
+        self.call, self.traced = call, trace
 
     @staticmethod
     def substitute(value: Any) -> Any:

@@ -95,7 +95,8 @@ class Trainer:
 
     def _warn_of_losses(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn about ineffective optimiser settings: parameters foreign to the model, step hooks."""
-        if any(_hooks_of_step(optimizer)):
+        own: tuple[Any, ...] = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        if any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
             logger.warning(
                 "Hooks of %s's step (`register_step_post_hook`, ...) have no effect in a wrapped model, whose program "
                 "makes the step. Do after the call of the model what they do.",
@@ -250,11 +251,6 @@ def default_optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
     """Default optimiser for training a model."""
     parameters = list(module.parameters())
     return optim.SGD(parameters or [torch.nn.Parameter(torch.zeros(()))], lr=0.01)  # torch wants one at least
-
-
-def _hooks_of_step(optimizer: torch.optim.Optimizer) -> list[Mapping[int, Any]]:
-    own: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 
 
 def _size(group: Mapping[str, Any]) -> int:

@@ -61,7 +61,7 @@ def lines_of(modules: Sequence[tuple[Module, int]]) -> tuple[LineCost, ...]:
                 work[line][i] += times * count
         for line, kind, count in _kinds(module):
             kinds[line][kind] += times * count
-        at_peak = live_by_line(module)
+        at_peak = {line: sum(buffer.bytes for buffer in found) for line, found in live_buffers(module).items()}
         if sum(at_peak.values()) > sum(live.values()):
             live = at_peak
     found = (
@@ -84,11 +84,6 @@ def live_buffers(module: Module) -> dict[str, list[Buffer]]:
     live = schedule.live_bytes()
     at_peak = schedule.live_at(live.index(max(live))) if live else ()
     return group_by(at_peak, lambda buffer: line_of(schedule.steps[buffer.first]))
-
-
-def live_by_line(module: Module) -> dict[str, int]:
-    """Bytes live at the peak of an executable, by the lines that write them."""
-    return {line: sum(buffer.bytes for buffer in buffers) for line, buffers in live_buffers(module).items()}
 
 
 def _kinds(module: Module) -> Iterator[tuple[str, str, int]]:

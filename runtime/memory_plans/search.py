@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 from popxl.base.memory_requests import MemoryRequest
 from popxl.base.pages import bytes_text
 from runtime.memory_plans.compiled import IN_ONE_PIECE, RELEASES, Compiled, Division
-from runtime.memory_plans.needs import GraphNeeds
 from runtime.memory_plans.solver import Release, Solution, keep_all, least_seconds, most_bytes, solve
 from runtime.progress import report, stage
 
@@ -69,11 +68,7 @@ class PlanSearch:
 
     @cached_property
     def _least_seconds(self) -> float:
-        return least_seconds(self._graphs, self.everything.chip, self.everything.release)
-
-    @property
-    def _graphs(self) -> Sequence[GraphNeeds]:
-        return self.everything.needs
+        return least_seconds(self.everything.needs, self.everything.chip, self.everything.release)
 
     def try_everything(self) -> None:
         """Compile the program with all activations kept."""
@@ -145,7 +140,7 @@ class PlanSearch:
 
     def _solved(self, limit: float | None, offloadable: Collection[str], release: Release) -> Solution | None:
         with stage(f"{self._title}: solving"):
-            return solve(self._graphs, limit, self.everything.chip, offloadable, release)
+            return solve(self.everything.needs, limit, self.everything.chip, offloadable, release)
 
     def _limits(self) -> Iterator[float | None]:
         """Bytes of activations for which the peak should be just below the budget; None, as few as possible, if nothing
@@ -156,7 +151,10 @@ class PlanSearch:
         limit is on the line between them. If only plans above it are known, there is one more try: its margin grows
         with the excess of the last one, and if no plan has as few bytes as the line asks for, the weight is one.
         """
-        points = [self._point(solution, found) for solution, found in self.tried]
+        needs = self.everything.needs
+        points = [
+            (most_bytes(needs, each.treatments, found.release), found.memory.device) for each, found in self.tried
+        ]
         fitting = [each for each in points if each[1] <= self._budget]
         planned, peak = points[-1]
         if fitting:
@@ -177,7 +175,3 @@ class PlanSearch:
             if weight < 1.0:
                 yield planned + aim - peak
         yield None
-
-    def _point(self, solution: Solution, found: Compiled) -> tuple[int, int]:
-        """Planned bytes of a tried plan, and its peak as compiled."""
-        return most_bytes(self._graphs, solution.treatments, found.release), found.memory.device

@@ -96,10 +96,6 @@ class Debugged(Lowering):
         """Always false: replicas execute separately."""
         return False
 
-    def lowering_on(self, replicas: Replicas) -> Lowering:
-        """Lowering of all replicas together."""
-        return Lowering((), self._options, replicas=replicas)
-
     def run_ops(
         self,
         ops: Iterable[Op],
@@ -346,9 +342,8 @@ def _run_collective(
     op, on_one = calls[0].op, Replicas(len(calls), devices[:1])
     by_operand = zip(*(call.operands for call in calls), strict=True)
     operands = [jnp.stack(jax.device_put(arrays, devices[0])) for arrays in by_operand]
-    made = on_one.vmap_replicas(lambda operands: lowering.lowering_on(on_one).apply(op, operands, Channels({})))(
-        operands
-    )
+    of_all = Lowering((), lowering._options, replicas=on_one)
+    made = on_one.vmap_replicas(lambda operands: of_all.apply(op, operands, Channels({})))(operands)
     results = made if isinstance(made, tuple | list) else [made]
     non_finite = _NonFinite(*map(sum, zip(*(call.non_finite for call in calls), strict=True)))
     return [([jax.device_put(t[i], device) for t in results], non_finite) for i, device in enumerate(devices)]

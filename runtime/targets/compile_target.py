@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -173,11 +173,6 @@ class CompileTarget:
 
         return compile_options()
 
-    def _with_default_device(self) -> AbstractContextManager[Any]:
-        """Context with a described device as JAX's default. JAX would otherwise query a real GPU for its vendor, and
-        use the CPU for everything if all arrays are in host memory."""
-        return nullcontext() if self.replicas.is_here else jax.default_device(self.replicas.device)
-
     def lower(self, jitted: Any, *arguments: Any) -> Any:
         """Lower a jitted function for these devices.
 
@@ -186,7 +181,9 @@ class CompileTarget:
         """
         platforms = None if self.replicas.is_here else ("cuda" if self.platform == "gpu" else self.platform,)
         try:
-            with self._with_default_device():
+            # Else JAX would query a real GPU for the vendor of a described one, and use the CPU for everything if all
+            # arrays are in host memory.
+            with nullcontext() if self.replicas.is_here else jax.default_device(self.replicas.device):
                 return jitted.trace(*arguments).lower(lowering_platforms=platforms)
         except ValueError as problem:
             if _OTHER_DEVICES_MESSAGE not in str(problem):

@@ -13,7 +13,6 @@ from popxl.base.choices import VARIABLE, Choices, as_text, choosing, unknown_in_
 from popxl.base.pages import OnPage, Page, Table, bytes_text, seconds_text
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from runtime.costs.executables import chip_of
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
 from runtime.program.compiled import CompiledProgram
@@ -167,7 +166,7 @@ class _MachineFigures(NamedTuple):
 
 def _figures(program: CompiledProgram) -> _MachineFigures | None:
     """Figures of the machine that a program is compiled for; `None` for an unknown chip."""
-    chip = chip_of(program)
+    chip = program.device.chip
     return None if chip is None else _MachineFigures(str(program.device.target or chip.name), chip.memory_bytes)
 
 

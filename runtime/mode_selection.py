@@ -8,7 +8,6 @@ import jax
 
 from popxl.base.pages import bytes_text, count_text, seconds_text
 from popxl.ir import Ir
-from runtime.costs.executables import chip_of
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
 from runtime.files.cache import cache_mode, cached_mode
@@ -75,7 +74,7 @@ def _fits(ir: Ir, program: CompiledProgram | Exception) -> bool:
     """Whether a program fits its chip's memory; true for unknown chips."""
     if isinstance(program, Exception):
         return False
-    figures = chip_of(program)
+    figures = program.device.chip
     return figures is None or memory_of_program(ir, program).device <= figures.memory_bytes
 
 

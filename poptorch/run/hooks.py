@@ -13,8 +13,8 @@ from poptorch.errors import createPoptorchError
 
 Hook = Callable[[], object]
 
-_pre: OrderedDict[int, Hook] = OrderedDict()
-_post: OrderedDict[int, Hook] = OrderedDict()
+pre_compile: OrderedDict[int, Hook] = OrderedDict()
+post_compile: OrderedDict[int, Hook] = OrderedDict()
 
 
 def registerPreCompileHook(hook: Hook) -> RemovableHandle:
@@ -33,12 +33,12 @@ def registerPreCompileHook(hook: Hook) -> RemovableHandle:
         >>> handle = registerPreCompileHook(lambda: print("compiling"))
         >>> handle.remove()
     """
-    return _registered(_pre, hook, "registerPreCompileHook")
+    return _registered(pre_compile, hook, "registerPreCompileHook")
 
 
 def registerPostCompileHook(hook: Hook) -> RemovableHandle:
     """Register a function called after each compilation; otherwise like `registerPreCompileHook`."""
-    return _registered(_post, hook, "registerPostCompileHook")
+    return _registered(post_compile, hook, "registerPostCompileHook")
 
 
 class Substitution(Protocol):
@@ -73,16 +73,6 @@ def substituting() -> Iterator[None]:
         yield
 
 
-def pre_compile() -> None:
-    """Call pre-compile hooks."""
-    _call(_pre)
-
-
-def post_compile() -> None:
-    """Call post-compile hooks."""
-    _call(_post)
-
-
 def _registered(hooks: OrderedDict[int, Hook], hook: Hook, name: str) -> RemovableHandle:
     if not callable(hook):
         raise RuntimeError(f"{name}: `hook` is {hook!r}; it must be callable, without arguments.")
@@ -91,6 +81,7 @@ def _registered(hooks: OrderedDict[int, Hook], hook: Hook, name: str) -> Removab
     return handle
 
 
-def _call(hooks: OrderedDict[int, Hook]) -> None:
+def call(hooks: OrderedDict[int, Hook]) -> None:
+    """Call registered hooks."""
     for hook in tuple(hooks.values()):  # a hook may remove itself
         hook()

@@ -85,7 +85,7 @@ class ModelLifecycle(ModelProxy):
             logger.warning("The model is compiled already; call `destroy()` first to compile it again.")
             return
         start = perf_counter()
-        hooks.pre_compile()
+        hooks.call(hooks.pre_compile)
         self._autocast = (autocast_dtype(),)
         self._weights.instrument()
         self._host.check_buffers(self._options.updatable_named_buffers)
@@ -98,7 +98,7 @@ class ModelLifecycle(ModelProxy):
             self._smaller = SmallerBatches(compiled, self._host.forward, self._options, self._training)
         self._compilation_time = timedelta(seconds=perf_counter() - start)
         self._write_report()
-        hooks.post_compile()
+        hooks.call(hooks.post_compile)
 
     def isCompiled(self) -> bool:
         """Whether the model is compiled."""
@@ -134,14 +134,14 @@ class ModelLifecycle(ModelProxy):
     def _compiled_for(self, run: Run) -> CompiledModel:
         """Compile the model for a smaller run, using the current optimiser."""
         self.copyWeightsToHostIfNeeded()
-        hooks.pre_compile()
+        hooks.call(hooks.pre_compile)
         options, read = for_fewer_rows(self._options, run.batching), self._weights.lazy.read_values
         with compiling(), self._attributes.restored(), progress_bar(options.show_compilation_progress_bar):
             compiled = compiled_model(
                 self._host, run.args, run.kwargs, options, self._trainer, read, whole=self._required
             )
         compiled.attach(read())
-        hooks.post_compile()
+        hooks.call(hooks.post_compile)
         return compiled
 
     def _install(self, compiled: CompiledModel) -> None:

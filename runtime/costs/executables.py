@@ -1,4 +1,4 @@
-"""The executables of a compiled program: how often each runs, their HLO texts, and the chip that they are for."""
+"""The executables of a compiled program: how often each runs, and their HLO texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from runtime.plan.plan import Plan
 from runtime.plan.structure import Structure
 from runtime.program.compiled import CompiledProgram
-from runtime.targets.chip import Chip
 
 
 def check_whole(program: CompiledProgram, what: str) -> None:
@@ -18,11 +17,6 @@ def check_whole(program: CompiledProgram, what: str) -> None:
             f"Session.{what}: this process has compiled the IPUs {program.layout.own_ipus} of the program only, and "
             "other processes the others. Ask a session for a target that is not here, or one of a single process."
         )
-
-
-def chip_of(program: CompiledProgram) -> Chip | None:
-    """Published figures of the chip that a program targets; `None` for an unknown chip."""
-    return program.device.chip
 
 
 def texts(program: CompiledProgram) -> dict[str, str]:

@@ -16,7 +16,7 @@ from popxl.analysis.memory import runs_of
 from popxl.base.group_by import group_by
 from runtime.costs.axes import axes_of
 from runtime.costs.cost import CollectiveCost, CollectiveUse, Cost, IpuCost
-from runtime.costs.executables import check_whole, chip_of, executables_of
+from runtime.costs.executables import check_whole, executables_of
 from runtime.costs.graph_costs import graphs_of
 from runtime.costs.hlo import Module, parse_hlo
 from runtime.costs.host_copies import HostCopies, host_copies
@@ -54,7 +54,7 @@ class ExecutableRuns(NamedTuple):
 def cost_of(program: CompiledProgram) -> Cost:
     """Compute a compiled program's cost. See `Session.cost`."""
     check_whole(program, "cost")
-    layout, chip = program.layout, chip_of(program)
+    layout, chip = program.layout, program.device.chip
     executables, has_ipus = _executables(program), len(program.layout.ipus) > 1
     account, host = _total(executables), _host_traffic(program)
     found = _sizes(program) | _counted(executables, _variable_names(program), layout.replicas.count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from popxl.core.recording import Op
@@ -17,11 +18,6 @@ if TYPE_CHECKING:
     from runtime.lowering.lower import Lowering
 
 
-@register_lowering(available_after_kind)
-def _available_after(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    _order(memory.available_together, lowering, op, environment, context)
-
-
 @register_lowering(recomputed_after_kind)
 def _recomputed_after(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Order a value only where XLA could merge recomputation with forward calls.
@@ -32,11 +28,6 @@ def _recomputed_after(lowering: Lowering, op: Op, environment: Environment, cont
         environment.write(op.outputs[0], environment.value_of(op.inputs[0]))
     else:
         _order(memory.available_together, lowering, op, environment, context)
-
-
-@register_lowering(scheduled_after_kind)
-def _scheduled_after(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    _order(memory.scheduled_together, lowering, op, environment, context)
 
 
 def _order(together: Kernel, lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
@@ -52,3 +43,7 @@ def _order(together: Kernel, lowering: Lowering, op: Op, environment: Environmen
     context.channels.record_computed(after)
     if same is not other:
         environment.replace_equal(op.inputs[1], same)
+
+
+register_lowering(available_after_kind)(partial(_order, memory.available_together))
+register_lowering(scheduled_after_kind)(partial(_order, memory.scheduled_together))

@@ -28,7 +28,7 @@ from popxl.ops.remote import remote_store_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.fake_dependency import computed_after
-from runtime.lowering.collective_order import after_token, first_token, next_token
+from runtime.lowering.collective_order import after_token, next_token
 from runtime.lowering.environment import Environment
 from runtime.targets.replicas import is_on_host
 
@@ -221,7 +221,7 @@ class Channels:
     def _advance_token(self) -> None:
         """Advance the token: make it depend on all collectives so far."""
         token, _ = self._channels.get(COLLECTIVES, (None, None))
-        token = next_token(first_token() if token is None else token, self._exchanged)
+        token = next_token(token, self._exchanged)
         self._channels[COLLECTIVES], self._exchanged = (token, None), []
 
     def states(self, streams: Sequence[AnyChannel]) -> tuple[State, ...]:

@@ -17,17 +17,13 @@ import jax.numpy as jnp
 from popxl.base.arrays import Array
 
 
-def first_token() -> Array:
-    """The initial token."""
-    return jnp.int32(0)
-
-
 def after_token(operand: Array, token: Array) -> Array:
     """Make a collective's operand depend on the token."""
     return jnp.where((token & ~token) == 0, operand, jnp.zeros_like(operand))
 
 
-def next_token(token: Array, results: Iterable[Array]) -> Array:
-    """Combine the token with the results of collectives."""
+def next_token(token: Array | None, results: Iterable[Array]) -> Array:
+    """Combine the token, `None` for the first one, with the results of collectives."""
     nonempty = (result for result in results if result.size)
-    return reduce(lambda token, result: token | (result.ravel()[0] != 0).astype(jnp.int32), nonempty, token)
+    first = jnp.int32(0) if token is None else token
+    return reduce(lambda token, result: token | (result.ravel()[0] != 0).astype(jnp.int32), nonempty, first)

@@ -11,7 +11,6 @@ from popxl.core.recording import Op
 from popxl.graph import Graph
 from popxl.ir import Ir
 from runtime.costs.cost import Cost
-from runtime.costs.executables import chip_of
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
 from runtime.memory_plans.needs import GraphNeeds
@@ -117,7 +116,7 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
         ir,
         memory,
         cost,
-        chip_of(program),
+        program.device.chip,
         offloadable,
         release,
         tuple(_divisions(program, requested)),

@@ -38,28 +38,15 @@ from runtime.lowering.batched_loops import is_batchable
 from runtime.plan.loop_rerolling.op_signatures import OpSignatures
 from runtime.plan.loop_rerolling.patterns import FEWEST
 
-
-def cluster_iterations(
-    ops: Sequence[Op], signatures: OpSignatures, returned: Container[Tensor], batches_updates: bool
-) -> list[Op]:
-    """Reorder ops, with each iteration's ops together; ignores `in_sequence`, which changes no numbers.
-
-    Args:
-        signatures: signatures of the ops. Ops of one signature may be counterparts in different iterations.
-        returned: storages that are read after them.
-        batches_updates: whether updates of variables come after all other ops.
-    """
-    return _Clustering(ops, signatures, returned).ordered(batches_updates)
-
-
 Slot = tuple[RemoteBuffer, int]
 
 
-class _Clustering:
+class Clustering:
     """Ops of a graph, with what decides about their order.
 
     Attributes:
-        ops, signatures, returned: as for `cluster_iterations`.
+        signatures: signatures of the ops. Ops of one signature may be counterparts in different iterations.
+        returned: storages that are read after them.
         place: positions of the ops in the program.
         is_rare: whether an op has too few counterparts for a loop.
         slots: slots of remote buffers that ops load from or store to, by constant numbers.
@@ -76,7 +63,11 @@ class _Clustering:
         self.followers = _followers(ops, self.needs)
 
     def ordered(self, batches_updates: bool) -> list[Op]:
-        """The ops, clustered."""
+        """The ops, with each iteration's together; ignores `in_sequence`, which changes no numbers.
+
+        Args:
+            batches_updates: whether updates of variables come after all other ops.
+        """
         updates = self._updates() if batches_updates else frozenset()
         late = self._late() | {op for op in updates if not op.modified}
         through: dict[Op, set[Op]] = {}  # direct and indirect dependencies of an op, including those through late ops

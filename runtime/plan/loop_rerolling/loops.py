@@ -10,7 +10,7 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
 from runtime.lowering.rerolled_loops import RerolledLoop
-from runtime.plan.loop_rerolling.clustering import cluster_iterations, is_update
+from runtime.plan.loop_rerolling.clustering import Clustering, is_update
 from runtime.plan.loop_rerolling.match_iterations import NotRerollable, reroll
 from runtime.plan.loop_rerolling.op_signatures import OpSignatures
 from runtime.plan.loop_rerolling.patterns import FEWEST, PeriodicRange, spans
@@ -33,7 +33,7 @@ def loops_of(
 
     Args:
         reasons: filled with the reasons why graphs that are called repeatedly are in no loop.
-        batches_updates: see `cluster_iterations`.
+        batches_updates: see `Clustering.ordered`.
     """
     count = Counter(signatures.signature(op) for op in ops if op.called_graphs)
     often: Counter[Graph] = Counter()
@@ -44,7 +44,7 @@ def loops_of(
     if max(count.values(), default=0) < FEWEST:
         return tuple(ops)
     returned = {root for t in outputs for root in signatures.roots(t)}
-    ops = cluster_iterations([op for op in ops if op.kind.view is None], signatures, returned, batches_updates)
+    ops = Clustering([op for op in ops if op.kind.view is None], signatures, returned).ordered(batches_updates)
     return _Sequence(ops, returned, signatures, size, reasons).items()
 
 

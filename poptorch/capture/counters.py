@@ -37,7 +37,6 @@ class Tape:
         choices: forced outcomes of the first branches on them; later branches follow the numbers.
 
     Attributes:
-        first: as passed.
         choices: outcomes of all branches on numbers.
         slots: program inputs for numbers.
         final_values: final values of the numbers.

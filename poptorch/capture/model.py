@@ -60,9 +60,9 @@ class Captured:
         trace: recorded trace; its inputs are the given ones, followed by the tensors of the module.
         inputs: the values of the tensors given.
         state: the values that the module's parameters and buffers have at the beginning, by name.
+        result: result of `forward`, with tensors without numbers; the outputs of `trace` are the values of these.
         written: final values of tensors that are overwritten.
         written_inputs: as `written`, for the given tensors, by position.
-        result: result of `forward`, with tensors without numbers; the outputs of `trace` are the values of these.
         hooks: descriptions of hooks on gradients: they have no effect.
         read: the buffers whose numbers have become a part of the program, with these numbers.
         frozen: other host tensors whose contents are constants.
@@ -77,12 +77,12 @@ class Captured:
     trace: Trace
     inputs: list[Value]
     state: dict[str, Value]
-    written: dict[str, Value]
-    written_inputs: dict[int, Value]
     result: Any
-    hooks: list[str]
-    read: dict[str, torch.Tensor]
-    frozen: list[CapturedConstant]
+    written: dict[str, Value] = field(default_factory=dict)
+    written_inputs: dict[int, Value] = field(default_factory=dict)
+    hooks: Sequence[str] = ()
+    read: dict[str, torch.Tensor] = field(default_factory=dict)
+    frozen: Sequence[CapturedConstant] = ()
     carried: dict[str, str] = field(default_factory=dict)
     changed: dict[str, int | float] = field(default_factory=dict)
     numbers: HostNumbers | None = None

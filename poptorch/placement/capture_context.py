@@ -92,13 +92,10 @@ class CaptureContext:
     # Blocks
 
     def begin_block(self, user_id: BlockId | None, ipu_id: int | None) -> BlockId:
-        """Activate a block until the next begins.
+        """Activate a block until the next begins, and return its id.
 
         Args:
             user_id: id of the block; the next number if None.
-
-        Returns:
-            Its id.
 
         Raises:
             AssertionError: if the strategy does not know the block, or needs a unit.

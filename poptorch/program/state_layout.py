@@ -83,8 +83,6 @@ class StateLayout:
         """Program state converted to `optimizer.state` entries by parameter name; parameters without state are omitted.
 
         Args:
-            state: the state of the program, by name.
-            parameters: parameters of the model, by name.
             values: result of `hyperparameters.values`.
         """
         found: dict[str, dict[str, torch.Tensor]] = {}

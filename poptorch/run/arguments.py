@@ -114,7 +114,6 @@ class Signature:
     Attributes:
         leaves: name, shape and dtype of each tensor, in the order of `check` and `arguments`.
         carries: whether some values may differ in each call.
-        carries_numbers: as passed.
 
     Example:
         >>> forward = lambda x, mask=None: x

@@ -160,12 +160,7 @@ class BrokenGraph:
             trace=Trace(inputs=[*inputs, *state.values()], nodes=nodes, outputs=outputs),
             inputs=inputs,
             state=state,
-            written={},
-            written_inputs={},
             result=results,
-            hooks=[],
-            read={},
-            frozen=[],
         )
         host = {name: array for name, array in self._host().items() if name in state}
         if self.is_attached:

@@ -42,6 +42,11 @@ class ScoreBias(NamedTuple):
         shape = (*shape[:-1], keys.shape[-2])
         return cls(jnp.broadcast_to(values, shape).reshape(-1, *shape[-3:]), jnp.any(seen, -1))
 
+    @staticmethod
+    def is_small(count: int, queries: Array, keys: Array, values: Array) -> bool:
+        """Whether a bias of `count` numbers is no larger than the operands and the result of attention."""
+        return count <= 2 * queries.size + keys.size + values.size
+
     def hide(self, out: Array, logs: Array) -> tuple[Array, Array]:
         """Results of a kernel, and its log-sum-exp of scores: of queries that see no key, as in `ops.attention`."""
         if self.sees is None:

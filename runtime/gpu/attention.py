@@ -74,7 +74,7 @@ def _makes_bias(mask: Array, queries: Array, keys: Array, values: Array) -> bool
     """
     lengths = queries.shape[-2], keys.shape[-2]
     is_exact = mask.dtype in (jnp.bool_, queries.dtype)
-    is_small = math.prod(mask.shape[:-2]) * math.prod(lengths) <= 2 * queries.size + keys.size + values.size
+    is_small = ScoreBias.is_small(math.prod(mask.shape[:-2]) * math.prod(lengths), queries, keys, values)
     return is_exact and is_small and not any(length % 2 for length in lengths)
 
 

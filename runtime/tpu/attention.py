@@ -322,7 +322,7 @@ def _gradients(blocks: _Blocks, bias: tuple[_Bias, ...], wanted: str, chunk: int
 def _takes(queries: Array, keys: Array, values: Array, mask: Array, how: Any) -> bool:
     """Whether the kernel computes this."""
     return (
-        (mask is None or math.prod(mask.shape) <= 2 * queries.size + keys.size + values.size)
+        (mask is None or ScoreBias.is_small(mask.size, queries, keys, values))
         and not how["dropout"]
         and queries.dtype in (jnp.float32, jnp.bfloat16)
         and values.shape == keys.shape

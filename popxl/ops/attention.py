@@ -390,9 +390,9 @@ def attention(
     gradient recomputes the scores. Sums are in float32. A query without keys gets zeros.
 
     On TPUs, texts of float32 or bfloat16 whose lengths are multiples of 128 go through Pallas kernels, unless there is
-    a mask, dropout, or more than 256 channels. On NVIDIA GPUs, texts of float16 or bfloat16 go through cuDNN's kernels,
-    unless there is a mask, dropout, fewer than 64 queries or keys, or more than 128 channels (docs/targets.md). All
-    else is computed in blocks of plain JAX.
+    dropout, or more than 256 channels. On NVIDIA GPUs, texts of float16 or bfloat16 go through cuDNN's kernels, unless
+    there is dropout, fewer than 64 queries or keys, or more than 256 channels (128 on GPUs older than the Hopper
+    generation). So do those with most masks (docs/targets.md). All else is computed in blocks of plain JAX.
 
     Args:
         queries: tensor of shape `(..., heads, length, channels)`, or without heads `(length, channels)`.

@@ -370,7 +370,8 @@ def _traffic(instruction: Instruction) -> Iterator[tuple[int, int]]:
 def _elements_read(fused: Computation) -> Counter[Instruction]:
     """How many elements of each instruction of a fusion the results need: of what is sliced later, those of the slice.
 
-    A fusion computes, and reads, no others.
+    A fusion computes, and reads, no others. An element that several instructions need counts for each of them, up to
+    the size of the whole.
     """
     read = Counter({fused.root: _elements(fused.root)})
     for user in reversed(fused.instructions.values()):

@@ -68,14 +68,13 @@ def _is_supported(queries: Array, keys: Array, values: Array, mask: Any, dropout
 
 
 def _makes_bias(mask: Array, queries: Array, keys: Array, values: Array) -> bool:
-    """Whether a mask makes a bias for which cuDNN has kernels: exact, and no larger than the operands and the result.
+    """Whether a mask makes a bias for which cuDNN has kernels: of the operands' dtype, and no larger than they are.
 
     Kernels with a bias have gradients only for even lengths.
     """
-    lengths = queries.shape[-2], keys.shape[-2]
-    is_exact = mask.dtype in (jnp.bool_, queries.dtype)
-    is_small = ScoreBias.is_small(math.prod(mask.shape[:-2]) * math.prod(lengths), queries, keys, values)
-    return is_exact and is_small and not any(length % 2 for length in lengths)
+    is_same = mask.dtype in (jnp.bool_, queries.dtype)
+    is_even = queries.shape[-2] % 2 == keys.shape[-2] % 2 == 0
+    return is_same and is_even and ScoreBias.is_small(mask, queries, keys, values, each_query=True)
 
 
 def attention_forward(
@@ -99,11 +98,12 @@ def attention_forward(
     """
     forward = partial(attend, causal=causal, scale=scale)
     if _is_supported(queries, keys, values, mask, dropout, most_channels):
-        bias = ScoreBias.of(mask, queries, keys, causal, HIDDEN[queries.dtype])
-        given = (*map(_of_four, (queries, keys, values)), *_of_all_scores(bias, queries))
+        bias = ScoreBias.of(mask, queries, keys, causal, HIDDEN[queries.dtype], each_query=True)
+        biases = () if bias.values is None else (bias.values,)
+        given = (*map(_of_four, (queries, keys, values)), *biases)
         if _compiles(device, forward, given):
             out, logs = _per_batch(forward)(*given)
-            return bias.hide(out.reshape(queries.shape), logs.reshape(queries.shape[:-1]))
+            return bias.fill_results(out.reshape(queries.shape), logs.reshape(queries.shape[:-1]))
     how = {"causal": causal, "scale": scale, "dropout": dropout}
     return of_forward.plain(queries, keys, values, mask, seed, **how)
 
@@ -133,10 +133,11 @@ def attention_backward(
     """
     backward = partial(gradients, causal=causal, scale=scale, allocates_workspace=device is None)
     if _is_supported(queries, keys, values, mask, dropout, most_channels):
-        bias = ScoreBias.of(mask, queries, keys, causal, HIDDEN[queries.dtype])
-        shown, logs_shown = bias.show(g, logs)
-        arrays = map(_of_four, (shown.astype(queries.dtype), queries, keys, values, out.astype(queries.dtype)))
-        given = (*arrays, _of_four(logs_shown[..., None])[..., 0], *_of_all_scores(bias, queries))
+        bias = ScoreBias.of(mask, queries, keys, causal, HIDDEN[queries.dtype], each_query=True)
+        biases = () if bias.values is None else (bias.values,)
+        g_given, logs_given = bias.clear_gradients(g, logs)
+        arrays = map(_of_four, (g_given.astype(queries.dtype), queries, keys, values, out.astype(queries.dtype)))
+        given = (*arrays, _of_four(logs_given[..., None])[..., 0], *biases)
         if _compiles(device, backward, given):
             dq, dk, dv = _per_batch(backward)(*given)
             return dq.reshape(queries.shape), dk.reshape(keys.shape), dv.reshape(values.shape)
@@ -148,14 +149,6 @@ def _of_four(t: Array) -> Array:
     """An operand of shape (batch, heads, length, channels)."""
     heads = t.shape[-3] if t.ndim > 2 else 1
     return t.reshape(math.prod(t.shape[:-3]), heads, *t.shape[-2:])
-
-
-def _of_all_scores(bias: ScoreBias, queries: Array) -> tuple[Array, ...]:
-    """The bias as an operand of a kernel, for all queries; none without a mask."""
-    if bias.values is None:
-        return ()
-    batch, heads, _, keys_length = bias.values.shape
-    return (jnp.broadcast_to(bias.values, (batch, heads, queries.shape[-2], keys_length)),)
 
 
 def _compiles(device: jax.Device | None, call: partial[Any], operands: Sequence[Array]) -> bool:

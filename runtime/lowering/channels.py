@@ -64,8 +64,8 @@ class Channels:
     Attributes:
         running: the mask of the current branch; `None` outside of vmapped branches. Replicas on one device run both
             branches, and select results by the mask.
-        prefetched_after: the result that prefetches of the current call wait for: the last one before the call that
-            preceded it. `None` if there is none.
+        before_last_call: the last result before the call that preceded the current one, of those that prefetch;
+            prefetches wait for it. `None` if there is none.
     """
 
     def __init__(self, channels: Mapping[Any, State], running: Array | None = None) -> None:
@@ -77,7 +77,7 @@ class Channels:
         self._slots_before = self._slots()  # when one was last fetched, or all began
         self._computed_before = self._computed
         self._later_slots: dict[RemoteBuffer, Array] = {}  # for fetches after the next result
-        self.prefetched_after: Array | None = None
+        self.before_last_call: Array | None = None
         self._before_call: Array | None = None  # computed last before the current call
 
     def load(self, stream: Stream) -> Array:
@@ -241,7 +241,7 @@ class Channels:
 
     def enter_call(self) -> None:
         """Record that a call begins that prefetches."""
-        self.prefetched_after = self._before_call
+        self.before_last_call = self._before_call
         if self._computed is not None and not is_on_host(self._computed):
             self._before_call = self._computed
 

@@ -51,7 +51,7 @@ from runtime.lowering.scopes import of_graph, of_op
 from runtime.lowering.sharing import Sharing, bind_inputs
 from runtime.noinline import noinline
 from runtime.signals import deliver_pending_signals
-from runtime.targets.replicas import Replicas
+from runtime.targets.replicas import Replicas, is_on_host
 
 
 class Lowering:
@@ -154,9 +154,9 @@ class Lowering:
                 overriding_kernels(self.replicas.platform, self.hooks.overrides),
                 jax.default_matmul_precision(self._options.precision),
             ):
-                after = context.channels.prefetched_after if op in self._prefetched else None
+                after = context.channels.before_last_call if op in self._prefetched else None
                 if after is not None:
-                    operands = [memory.prefetched_after(value, after) for value in operands]
+                    operands = [t if is_on_host(t) else memory.prefetched_after(t, after) for t in operands]
                 seed = context.channels.rounding_seed(op)
                 if seed is not None and not op.kind.between_replicas:  # collectives exchange their operands unwidened
                     operands = [*map(widen, operands)]

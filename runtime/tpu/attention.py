@@ -40,14 +40,17 @@ channels, on a v5e).
 MOST_CHANNELS = 256
 """With more channels, blocks would not fit."""
 
+MOST_BYTES_OF_CHANNELS = 512
+"""The same with a mask: 256 channels of bfloat16, 128 of float32."""
+
 MOST_SUMS = 1 << 22
 """Bytes of the core's memory for the gradients of keys and values: sums in float32, and two buffers of each result."""
 
 ZERO = np.int32(0)
 """Kernels have no numbers of 64 bits, which literals of index maps are in a program that has them."""
 
-HIDDEN = -1e30
-"""Bias of hidden scores."""
+HIDDEN = -(2.0**100)
+"""Bias of hidden scores: a power of two, which all dtypes have."""
 
 Ref = Any
 """A block of an array, or scratch memory, as a kernel reads and writes it."""
@@ -62,9 +65,10 @@ class _Blocks(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, q: Array, k: Array, how: dict[str, Any]) -> _Blocks:
+    def of(cls, q: Array, k: Array, mask: Array | None, how: dict[str, Any]) -> _Blocks:
         """The blocks for queries and keys. One block of more keys than queries would hide nothing of a causal mask."""
-        most_keys = MOST_KEYS * 2 // k.dtype.itemsize  # products of float32 hold further copies of their operands
+        # Products of float32 hold further copies of their operands, and so large is a block of a mask of float32.
+        most_keys = MOST_KEYS * 2 // max(k.dtype.itemsize, 0 if mask is None else mask.dtype.itemsize)
         queries, keys = math.gcd(q.shape[-1], MOST_QUERIES), math.gcd(k.shape[-1], most_keys)
         if how["causal"] and keys == k.shape[-1]:
             keys = min(keys, queries)
@@ -168,7 +172,7 @@ def attention_forward(
         return plain.plain(queries, keys, values, mask, seed, **how)
     q, k, v = (_by_head(t) for t in (queries, keys, values))
     (heads, channels, length), shared = q.shape, q.shape[0] // k.shape[0]
-    blocks, masked = _Blocks.of(q, k, how), ScoreBias.of(mask, queries, keys, how["causal"], HIDDEN)
+    blocks, masked = _Blocks.of(q, k, mask, how), ScoreBias.of(mask, queries, keys, how["causal"], HIDDEN)
     bias = _Bias.of(masked, queries)
 
     def of_queries(rows: int) -> pl.BlockSpec:
@@ -191,7 +195,7 @@ def attention_forward(
             compiler_params=pallas.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
             name="attention",
         )(*(each.array for each in bias), q, k, v)
-    return masked.hide(_as_given(out, queries), logs.reshape(queries.shape[:-1]))
+    return masked.fill_results(_as_given(out, queries), logs.reshape(queries.shape[:-1]))
 
 
 def _backward_kernel(
@@ -232,7 +236,7 @@ def _backward_kernel(
     @pl.when(blocks.visible(i, at) == at)
     def add() -> None:
         queries, keys, slopes = q[...], k[...], g[...].astype(q.dtype)
-        weights = jnp.exp2(blocks.scores(queries, keys, bias, i, at) - logs[...] / math.log(2))
+        weights = jnp.exp2(blocks.scores(queries, keys, bias, i, at) - logs[...] * (1 / math.log(2)))
         of_scores = (weights * (_product(v[...], slopes, 0, 0) - shift[...])).astype(q.dtype)
         if "q" in wanted:
             total["q"][...] += _product(keys, of_scores, 1, 0)
@@ -263,10 +267,10 @@ def attention_backward(
         return attended_backward_anew(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
     masked = ScoreBias.of(mask, queries, keys, how["causal"], HIDDEN)
     bias = _Bias.of(masked, queries)
-    g, logs = masked.show(g, logs)
+    g, logs = masked.clear_gradients(g, logs)
     operands = [_by_head(t) for t in (g, queries, keys, values, out, logs[..., None])]
     _, q, k, *_ = operands
-    blocks, length = _Blocks.of(q, k, how), k.shape[-1]
+    blocks, length = _Blocks.of(q, k, mask, how), k.shape[-1]
     # As many keys at once as sums have room for: with all keys, one kernel computes the scores once for all gradients.
     most = MOST_SUMS // (k.shape[1] * (2 * 4 + 4 * k.dtype.itemsize))
     chunk = max(size for size in range(blocks.keys, max(most, blocks.keys) + 1, blocks.keys) if length % size == 0)
@@ -322,7 +326,7 @@ def _gradients(blocks: _Blocks, bias: tuple[_Bias, ...], wanted: str, chunk: int
 def _takes(queries: Array, keys: Array, values: Array, mask: Array, how: Any) -> bool:
     """Whether the kernel computes this."""
     return (
-        (mask is None or ScoreBias.is_small(mask.size, queries, keys, values))
+        (mask is None or _takes_mask(mask, queries, keys, values))
         and not how["dropout"]
         and queries.dtype in (jnp.float32, jnp.bfloat16)
         and values.shape == keys.shape
@@ -330,6 +334,14 @@ def _takes(queries: Array, keys: Array, values: Array, mask: Array, how: Any) ->
         and math.prod(queries.shape) * math.prod(keys.shape) > 0
         and all(t.shape[-2] % SMALLEST == 0 for t in (queries, keys))
     )
+
+
+def _takes_mask(mask: Array, queries: Array, keys: Array, values: Array) -> bool:
+    """Whether the kernel takes the bias of a mask: of a dtype that it loads, no larger than the operands, and with room
+    for its blocks beside theirs."""
+    has_room = queries.shape[-1] * queries.dtype.itemsize <= MOST_BYTES_OF_CHANNELS
+    is_known = mask.dtype in (jnp.bool_, jnp.float32, jnp.bfloat16)
+    return has_room and is_known and ScoreBias.is_small(mask, queries, keys, values)
 
 
 def _by_head(t: Array) -> Array:

@@ -79,27 +79,47 @@ def test_shapes(queries, keys, given, calls) -> None:
 @pytest.mark.parametrize("dtype", [bool, jnp.bfloat16])
 @pytest.mark.parametrize(
     "shape",
-    [(6, 8), (1, 8), (6, 1), (2, 1, 1, 8), (4, 6, 8), (2, 1, 6, 8), (3, 2, 4, 6, 8)],
-    ids=["queries and keys", "keys", "queries", "texts", "heads", "both", "all"],
+    [(), (8,), (6, 8), (1, 8), (6, 1), (2, 1, 1, 8), (4, 6, 8), (2, 1, 6, 8), (3, 2, 4, 6, 8)],
+    ids=["one", "row", "queries and keys", "keys", "queries", "texts", "heads", "both", "all"],
 )
 def test_masks(shape, dtype, causal, calls) -> None:
     """Flags and biases; some queries see no key, and others are far from all that they see."""
     q, k, v = operands((3, 2, 4, 6, 16), (3, 2, 2, 8, 16))
     rng = np.random.default_rng(1)
-    flags = rng.random(shape) < 0.6
-    flags[..., :1, :] = False
+    flags = np.asarray(rng.random(shape) < 0.6)
+    if len(shape) > 1:
+        flags[..., :1, :] = False
     mask = jnp.asarray(flags if dtype is bool else np.where(flags, -20 * rng.random(shape), -np.inf), dtype)
     how = HOW | {"causal": causal}
     out, logs = attention.attention_forward(q, k, v, mask, None, **how)
     expected = attention_forward.plain(q, k, v, mask, None, **how)
     np.testing.assert_allclose(np.float32(out), np.float32(expected[0].astype(out.dtype)), rtol=1e-2, atol=1e-2)
     np.testing.assert_allclose(logs, expected[1], rtol=1e-5)
-    assert np.isinf(logs).any() or shape[-2] == 1
+    assert np.isinf(logs).any() or shape[-2:-1] in ((), (1,))
     g = jnp.ones_like(out)
     found = attention.attention_backward(g, q, k, v, out, logs, mask, None, **how)
     for dt, plain in zip(found, attention_backward.plain(g, q, k, v, out, logs, mask, None, **how), strict=True):
         np.testing.assert_allclose(np.float32(dt), np.float32(plain.astype(dt.dtype)), rtol=0.05, atol=0.05)
     assert calls == [(6, 4, 6, 16)] * 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_masks_of_numbers_far_below_zero(dtype, calls) -> None:
+    """As models hide padding: queries that see such keys alone see them equally, and none that is hidden altogether."""
+    q, k, v = operands((2, 4, 6, 16), (2, 2, 8, 16), dtype)
+    far = float(jnp.finfo(dtype).min)
+    mask = np.zeros((6, 8))
+    mask[:, 5:], mask[1], mask[2], mask[2, 3:5], mask[3, :4] = -np.inf, far, -np.inf, far, far
+    mask = jnp.asarray(mask, dtype)
+    how = HOW | {"causal": False}
+    out, logs = attention.attention_forward(q, k, v, mask, None, **how)
+    expected = attention_forward.plain(q, k, v, mask, None, **how)[0]
+    np.testing.assert_allclose(np.float32(out), np.float32(expected.astype(dtype)), rtol=1e-2, atol=1e-2)
+    g = jnp.asarray(np.random.default_rng(3).standard_normal(out.shape), dtype)
+    found = attention.attention_backward(g, q, k, v, out, logs, mask, None, **how)
+    for dt, plain in zip(found, attention_backward.plain(g, q, k, v, out, logs, mask, None, **how), strict=True):
+        np.testing.assert_allclose(np.float32(dt), np.float32(plain.astype(dtype)), rtol=0.05, atol=0.05)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("mask", [None, (3, 1, 1, 1, 6), (6, 6)], ids=["no mask", "of each", "the same"])
@@ -137,13 +157,25 @@ def test_a_gpu_without_the_kernel_computes_without(calls, monkeypatch) -> None:
         ((2, 5, 16), jnp.bfloat16, np.ones((5, 5), bool), 0.0),
         ((2, 6, 16), jnp.bfloat16, np.zeros((6, 6), np.float32), 0.0),
         ((1, 64, 8), jnp.bfloat16, np.ones((64, 64), bool), 0.0),
+        ((2, 4, 1, 64, 8), jnp.bfloat16, np.ones((2, 1, 1, 64, 1), bool), 0.0),
         ((2, 5, 16), jnp.bfloat16, None, 0.5),
         ((2, 5, 12), jnp.bfloat16, None, 0.0),
         ((2, 5, 136), jnp.float16, None, 0.0),
         ((2, 0, 16), jnp.bfloat16, None, 0.0),
         ((2, 1, 16), jnp.bfloat16, None, 0.0),
     ],
-    ids=["float32", "odd", "rounded", "large", "dropout", "channels", "many channels", "nothing", "short"],
+    ids=[
+        "float32",
+        "odd",
+        "rounded",
+        "large",
+        "large in a batch",
+        "dropout",
+        "channels",
+        "many channels",
+        "nothing",
+        "short",
+    ],
 )
 def test_what_has_no_kernel(shape, dtype, mask, dropout, calls) -> None:
     q, k, v = operands(shape, shape, dtype)

@@ -98,6 +98,9 @@ class WeightsDict(UserDict[Variable, np.ndarray]):
         ValueError: WeightsDict: the array for `w` has shape (3, 2), expected (2, 3), the variable's shape on the host.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
     def __setitem__(self, variable: Variable, array: np.ndarray) -> None:
         dtype = popxl.dtype.as_dtype(array.dtype)
         if dtype != variable.dtype:

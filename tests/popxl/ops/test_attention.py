@@ -304,7 +304,7 @@ def test_the_kernel_of_tpus_computes_the_same(
 
 
 @pytest.mark.here
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=9)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [bool, np.float32])
 @pytest.mark.parametrize(
@@ -370,6 +370,7 @@ def test_masks_are_taken_by_the_kernels_of_tpus(dtype: popxl.dtype, mask: tuple[
 
 
 @pytest.mark.here
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_masks_of_numbers_far_below_zero_in_the_kernel_of_tpus(dtype: Any) -> None:
     """As models hide padding. Queries that see such keys alone see them equally."""

@@ -75,6 +75,7 @@ def test_shapes(queries, keys, given, calls) -> None:
     assert calls == [given, given]
 
 
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [bool, jnp.bfloat16])
 @pytest.mark.parametrize(

@@ -53,22 +53,30 @@ def normal(*shape: int, seed: int = 0) -> Array:
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", [None, bool, ml_dtypes.bfloat16], ids=["no mask", "bools", "numbers"])
 @pytest.mark.parametrize(
     ("queries", "keys"), [((2, 4, 128, 16), (2, 2, 256, 16)), ((3, 70, 64), (3, 70, 64))], ids=["shared", "one text"]
 )
-def test_halves_as_torch(queries: tuple[int, ...], keys: tuple[int, ...], causal: bool) -> None:
+def test_halves_as_torch(queries: tuple[int, ...], keys: tuple[int, ...], mask: Any, causal: bool) -> None:
     """Of sizes that libraries have kernels for, on accelerators: results and gradients, rounded to bfloat16."""
     torch = pytest.importorskip("torch")
     q, k, v, g = (
         normal(*shape, seed=i).astype(ml_dtypes.bfloat16) for i, shape in enumerate((queries, keys, keys, queries))
     )
 
-    def build(q: popxl.Tensor, k: popxl.Tensor, v: popxl.Tensor) -> popxl.Tensor:
-        return ops.attention(q, k, v, causal=causal)
+    seen = np.random.default_rng(4).random((*keys[:-3], 1, 1, keys[-2])[-q.ndim :]) < 0.8
+    seen[..., 0] = True  # which all queries see
+    masks = [] if mask is None else [seen if mask is bool else np.where(seen, 0, -np.inf).astype(mask)]
 
-    found = with_gradients(build, g, q, k, v)
+    def build(q: popxl.Tensor, k: popxl.Tensor, v: popxl.Tensor, *masks: popxl.Tensor) -> popxl.Tensor:
+        return ops.attention(q, k, v, *masks, causal=causal)
+
+    found = with_gradients(build, g, q, k, v, *masks)[:4]
     of_torch = [torch.tensor(t.astype(np.float32), requires_grad=True) for t in (q, k, v)]
-    out = torch.nn.functional.scaled_dot_product_attention(*of_torch, is_causal=causal, enable_gqa=q.ndim > 3)
+    visible = torch.tensor(seen | (mask is None)) & torch.ones(queries[-2], keys[-2], dtype=torch.bool).tril(
+        0 if causal else keys[-2]
+    )
+    out = torch.nn.functional.scaled_dot_product_attention(*of_torch, attn_mask=visible, enable_gqa=q.ndim > 3)
     out.backward(torch.tensor(g.astype(np.float32)))
     for actual, expected in zip(found, (out, *(t.grad for t in of_torch)), strict=True):
         assert_near(actual.astype(np.float32), expected.detach().numpy(), 0.02)

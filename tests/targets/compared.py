@@ -76,6 +76,10 @@ COLUMNS = (
 )
 
 
+OF_MEMORY = "bytes of the chip's memory"
+"""Another figure: those of the bytes accessed that are not in a core's own memory."""
+
+
 class Case:
     """A program, ours and JAX's.
 
@@ -138,7 +142,8 @@ def of_ours(case: Case, target: str) -> Costs:
         del os.environ[OFFLINE_DEVICE]
     sizes = (cost.argument_bytes, cost.alias_bytes, cost.temporary_bytes, cost.code_bytes or 0)
     counts = (cost.flops, cost.bytes_accessed, cost.kernels, cost.copies, cost.cycles or 0)
-    return dict(zip(COLUMNS, (*sizes, *counts, cost.compile_seconds), strict=True))
+    of_memory = {OF_MEMORY: sum(graph.bytes_accessed for graph in cost.graphs)}
+    return dict(zip(COLUMNS, (*sizes, *counts, cost.compile_seconds), strict=True)) | of_memory
 
 
 def of_jax(case: Case, target: str) -> Costs:
@@ -160,7 +165,7 @@ def of_jax(case: Case, target: str) -> Costs:
         found.generated_code_size_in_bytes,
     )
     counts = (total.flops, total.bytes, total.kernels, total.copies, total.cycles)
-    return dict(zip(COLUMNS, (*sizes, *counts, seconds), strict=True))
+    return dict(zip(COLUMNS, (*sizes, *counts, seconds), strict=True)) | {OF_MEMORY: total.memory_bytes}
 
 
 def rows(name: str, target: str) -> Iterator[tuple[str, Costs]]:
@@ -190,7 +195,7 @@ def header() -> Iterator[str]:
 
 def line(name: str, target: str, party: str, costs: Costs) -> str:
     """A line of a table: what a program costs, ours or another's."""
-    cells = (shown(column, value) for column, value in costs.items())
+    cells = (shown(column, costs[column]) for column in COLUMNS)
     return f"| {name}, {target} | {party} | {' | '.join(cells)} |"
 
 

@@ -124,6 +124,10 @@ def tutorials(target: str) -> dict[str, Any]:
 # The page ------------------------------------------------------------------------------------------------------------
 
 
+PROSE = "## What XLA and JAX refuse\n"
+"""Where the text of the page begins that is not written by the command."""
+
+
 def told(result: Mapping[str, Any]) -> str:
     """One cell: programs that were compiled, of which tests, and on which day; and tests that failed."""
     failed = f", **{len(result['failed'])} failed**" if result["failed"] else ""
@@ -133,7 +137,7 @@ def told(result: Mapping[str, Any]) -> str:
 
 
 def page(found: Found) -> str:
-    """The table, and below it what was left out, and why tests failed."""
+    """The table, and below it what was left out, and why tests failed; and the text that the page has already."""
     targets = [*dict.fromkeys(target for _, target in found)]
     lines = [
         "# What compiles offline",
@@ -165,70 +169,8 @@ def page(found: Found) -> str:
         if why:
             lines += ["", f"What failed for {target}:", "", "| tests | |", "|---|---|"]
             lines += [f"| {count} | {text} |" for text, count in why.most_common()]
-    lines += ["", *REFUSED.splitlines()]
-    return "\n".join(lines) + "\n"
-
-
-REFUSED = """\
-## What XLA and JAX refuse
-
-**Products of blocks for GPUs.** XLA compiles a product for a GPU to a separate kernel. With a GPU, it times such
-kernels with several tile sizes, and drops those that do not fit the operands. Without one, it takes the first tile size
-that it knows, for example of 16 rows, and refuses operands that do not fit. Here is an example in JAX, with blocks of 6
-rows; images of 197 patches are another. The precision does not matter.
-
-    (gpu,) = popxl.Target("gpu h100").devices
-    at = jax.sharding.SingleDeviceSharding(gpu)
-    f32 = partial(jax.ShapeDtypeStruct, dtype="float32", sharding=at)
-    x, w = f32((4, 24, 6)), f32((24, 8))
-    jax.jit(lambda x, w: x.transpose(0, 2, 1).reshape(24, 24) @ w).lower(x, w).compile()
-
-    INTERNAL: Couldn't find output tile sizes that satisfy hlo:
-    %dot_general.0 = f32[24,8] dot(…)
-
-A session compiles such a program again, with `xla_gpu_enable_triton_gemm` off: all its products are calls of cuBLAS,
-which takes operands of any shape. Its cost is that of these calls. Programs for local GPUs are not affected.
-
-**Gradients of small convolutions for TPUs.** XLA does not refuse them, but takes long. The gradient of the filters is a
-convolution whose kernel is an image, and XLA unrolls each position of a kernel that fits on the chip, six times at
-JAX's "highest" precision. Here is the first convolution of LeNet. With 4 images it takes 23 seconds, and at the default
-precision less than one.
-
-    conv = partial(jax.lax.conv, window_strides=(1, 1), padding=[(2, 2), (2, 2)])
-    with jax.default_matmul_precision("highest"):
-        # of f32[6, 1, 5, 5], f32[32, 1, 28, 28], f32[32, 6, 28, 28]
-        loss = lambda w, x, g: (conv(x, w) * g).sum()
-        jax.jit(jax.grad(loss)).lower(w, x, g).compile()  # not done after 20 minutes
-
-`ops.conv` and poptorch materialise the elements under each column of the filters, and convolve along the other axis
-only, if filters and their channels are few (`runtime/tpu/convolutions.py`): 10 seconds for that gradient.
-
-**Products of integers of 64 bits for TPUs.** XLA represents such numbers as pairs there, and has no matrix products of
-them ("X{64|128} element types … not implemented"). Products of 32-bit integers work.
-
-**cuDNN's attention.** `jax.nn.dot_product_attention(..., implementation="cudnn")` looks for cuDNN when it is traced:
-"RuntimeError: cuDNN not found." Without this check, JAX lowers the call for an absent GPU, and XLA compiles it, but
-only as a name: cuDNN itself determines the workspace of the kernel, and generates it. Without cuDNN, XLA counts no
-bytes of workspace, and keeps no kernel. So the reported memory would be too small, and numbers could not be compared.
-On GPUs `ops.attention` is computed in blocks of plain JAX instead. In bfloat16, with two heads of 64 channels, causal
-and with the gradient, 32 768 tokens take 74 MB of temporaries on an H100, and 8 192 take 24 MB; the scores alone would
-take 4.3 GB. (cuDNN's two calls take 17 MB, without their workspace.) On a local GPU, an op of your own can call cuDNN;
-its operands are of shape (batch, length, heads, channels):
-
-    fused = partial(jax.nn.dot_product_attention, implementation="cudnn")
-    Fused = popxl.OpKind("Fused", fused)
-    y = Fused(q, k, v, is_causal=True)
-
-**Python called from an absent GPU.** JAX needs a GPU to lower `jax.pure_callback` for one (jax-ml/jax#23971). So an op
-of your own that contains such a call cannot be compiled for an absent GPU. `print_tensor` and `poptorch.CPU` can: their
-calls of Python do not use JAX's callbacks there.
-
-    called = jax.jit(lambda x: jax.pure_callback(np.sin, x, x))
-    called.trace(x).lower(lowering_platforms=("cuda",))
-
-    RuntimeError: Unknown backend: 'gpu' requested, but no platforms that are
-    instances of gpu are present.
-"""
+    _, head, prose = PAGE.read_text(encoding="utf-8").partition(PROSE)
+    return "\n".join([*lines, "", head]) + prose
 
 
 def reason(message: str) -> str:

@@ -98,7 +98,7 @@ class WeightsDict(UserDict[Variable, np.ndarray]):
         ValueError: WeightsDict: the array for `w` has shape (3, 2), expected (2, 3), the variable's shape on the host.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # as PopXL declares it
         super().__init__(*args, **kwargs)
 
     def __setitem__(self, variable: Variable, array: np.ndarray) -> None:

@@ -54,6 +54,11 @@ class ScoreBias(NamedTuple):
         is_far = ~jnp.any(seen & (values > far), -1)
         return cls(whole, sees, jnp.where(is_far, jnp.sum(seen, -1), 0), far)
 
+    @property
+    def operands(self) -> tuple[Array, ...]:
+        """The values as operands of a kernel: none without a mask."""
+        return () if self.values is None else (self.values,)
+
     @staticmethod
     def is_small(mask: Array, queries: Array, keys: Array, values: Array, each_query: bool = False) -> bool:
         """Whether the bias of a mask is no larger than the operands and the result of attention."""

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from popxl.base.arrays import Array
+from popxl.base.log import Logger
 from popxl.ops.attention import attended_backward_anew
 from popxl.ops.attention import attention_backward as of_backward
 from popxl.ops.attention import attention_forward as of_forward
@@ -39,6 +40,9 @@ SHORTEST = 64
 
 HIDDEN = {jnp.dtype(jnp.bfloat16): -(2.0**41), jnp.dtype(jnp.float16): -(2.0**15)}
 """Bias of hidden scores by dtype. cuDNN subtracts two such numbers, so they are finite, and far from the smallest."""
+
+
+_log = Logger("session")
 
 
 def overrides(device: jax.Device, is_here: bool) -> Mapping[Kernel, KernelImpl]:
@@ -99,8 +103,7 @@ def attention_forward(
     forward = partial(attend, causal=causal, scale=scale)
     if _is_supported(queries, keys, values, mask, dropout, most_channels):
         bias = ScoreBias.of(mask, queries, keys, causal, HIDDEN[queries.dtype], each_query=True)
-        biases = () if bias.values is None else (bias.values,)
-        given = (*map(_of_four, (queries, keys, values)), *biases)
+        given = (*map(_of_four, (queries, keys, values)), *bias.operands)
         if _compiles(device, forward, given):
             out, logs = _per_batch(forward)(*given)
             return bias.fill_results(out.reshape(queries.shape), logs.reshape(queries.shape[:-1]))
@@ -134,10 +137,9 @@ def attention_backward(
     backward = partial(gradients, causal=causal, scale=scale, allocates_workspace=device is None)
     if _is_supported(queries, keys, values, mask, dropout, most_channels):
         bias = ScoreBias.of(mask, queries, keys, causal, HIDDEN[queries.dtype], each_query=True)
-        biases = () if bias.values is None else (bias.values,)
         g_given, logs_given = bias.clear_gradients(g, logs)
         arrays = map(_of_four, (g_given.astype(queries.dtype), queries, keys, values, out.astype(queries.dtype)))
-        given = (*arrays, _of_four(logs_given[..., None])[..., 0], *biases)
+        given = (*arrays, _of_four(logs_given[..., None])[..., 0], *bias.operands)
         if _compiles(device, backward, given):
             dq, dk, dv = _per_batch(backward)(*given)
             return dq.reshape(queries.shape), dk.reshape(keys.shape), dv.reshape(values.shape)
@@ -165,7 +167,9 @@ def _compiles_alone(device: jax.Device, call: Callable[..., Any], how: frozenset
     given = (jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in operands)
     try:
         jax.jit(partial(call, **dict(how))).lower(*given).compile()
-    except jax.errors.JaxRuntimeError:
+    except jax.errors.JaxRuntimeError as problem:
+        shapes = ", ".join(str(shape) for shape, _ in operands)
+        _log.warn(f"Attention of {shapes} is computed without cuDNN, which has no kernel for it: {problem}")
         return False
     return True
 

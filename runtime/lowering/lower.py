@@ -83,7 +83,8 @@ class Lowering:
         self.prints_in_order = in_order and not copies_to_host and replicas.count == 1  # JAX: of one device
         self._options = options
         self._noinline = {graph for graph, sites in call_sites.items() if keep_calls and sites > 1}
-        self._prefetched = {t.producer for g in call_sites for op in g.ops if op.kind.prefetched for t in op.inputs}
+        prefetching = [op for graph in call_sites for op in graph.ops if op.kind.prefetched]
+        self._prefetched = {t.producer for op in prefetching for t in op.inputs if t.producer is not None}
         self._functions = cache(self._noinline_function)
 
     @cached_property
@@ -244,7 +245,7 @@ class Lowering:
         self, graph: Graph, inputs: Sequence[Array | PackedSlot], context: Context, sharing: Sharing
     ) -> Results:
         values, same = bind_inputs(graph, inputs, sharing)
-        if not self._prefetched.isdisjoint(graph.ops):
+        if self._prefetched and not self._prefetched.isdisjoint(graph.ops):
             context.channels.enter_call()
         with of_graph(graph, context.depth):
             ops = self.scheduling.schedule(graph)

@@ -137,8 +137,8 @@ def test_replicas_on_one_device_are_a_larger_batch(mask, calls) -> None:
     assert calls[-4] == (6, 4, 6, 8)
 
 
-def test_a_gpu_without_the_kernel_computes_without(calls, monkeypatch) -> None:
-    """It is asked once for each shape. A CPU stands in for it: it has none."""
+def test_a_gpu_without_the_kernel_computes_without(calls, monkeypatch, capfd) -> None:
+    """It is asked once for each shape, and the log says so. A CPU stands in for it: it has none."""
     monkeypatch.undo()
     q, k, v = operands((2, 3, 64, 16), (2, 3, 64, 16))
     how = HOW | {"device": jax.local_devices(backend="cpu")[0]}
@@ -149,6 +149,7 @@ def test_a_gpu_without_the_kernel_computes_without(calls, monkeypatch) -> None:
     asked = attention._compiles_alone.cache_info().misses
     attention.attention_forward(q, k, v, None, None, **how)
     assert attention._compiles_alone.cache_info().misses == asked and calls == []
+    assert capfd.readouterr().err.count("(2, 3, 64, 16) is computed without cuDNN, which has no kernel for it: ") == 1
 
 
 @pytest.mark.parametrize(

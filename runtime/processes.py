@@ -265,7 +265,7 @@ class KeyValueStore:
 # Replicas of a program over processes --------------------------------------------------------------------------------
 
 
-def spans(ir: Ir) -> bool:
+def spans_processes(ir: Ir) -> bool:
     """Whether a program's replicas, or their stages, span several instances.
 
     Raises:

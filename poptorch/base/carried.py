@@ -23,10 +23,10 @@ class HiddenValueAccess(BaseException):
     def __init__(self, name: str, kind: type) -> None:
         super().__init__(name)
         self.name = name
-        self.numbers = numbers_of(re.split(r"[.\[]", name, maxsplit=1)[0]) if kind in (int, float) else ""
+        self.numbers = all_numbers_name(re.split(r"[.\[]", name, maxsplit=1)[0]) if kind in (int, float) else ""
 
 
-def numbers_of(argument: str) -> str:
+def all_numbers_name(argument: str) -> str:
     """Collective name for all numbers of an argument."""
     return f"{argument}.*"
 

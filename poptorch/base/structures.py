@@ -69,7 +69,7 @@ def structure_of(value: Any, name: str, known: KnownObjects | None = None) -> St
     if issubclass(kind, type | ModuleType | torch.nn.Module):
         return Constant(name, value)
     if kind in pytree.SUPPORTED_NODES and not dataclasses.is_dataclass(kind):
-        return _Node(name, value, known)
+        return _PytreeNode(name, value, known)
     if id(value) in known:
         return known[id(value)]
     if _is_plain(value):
@@ -235,7 +235,7 @@ class _Fields(Composite):
         yield from super().constants()
 
 
-class _Node(Composite):
+class _PytreeNode(Composite):
     """A `torch.utils._pytree` node."""
 
     def __init__(self, name: str, value: Any, known: KnownObjects) -> None:

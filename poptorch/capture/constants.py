@@ -1,4 +1,4 @@
-"""`numbers_of`: constant folding for values independent of inputs, parameters and random numbers.
+"""`constant_contents`: constant folding for values independent of inputs, parameters and random numbers.
 
 Masks, tables of positions, and everything else made from shapes and numbers in the program. A capture records the ops
 that make them, like any other; if their numbers are needed meanwhile, PyTorch computes them once from the record. The
@@ -66,7 +66,7 @@ def buffer_dependencies(op: str, overload: str, arguments: Mapping[str, Any]) ->
     return names
 
 
-def numbers_of(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor | None:
+def constant_contents(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor | None:
     """Contents of a value, by constant folding; `None` if they depend on a run.
 
     Args:
@@ -230,7 +230,7 @@ def _base_and_offset(value: Value, buffers: dict[Value, torch.Tensor]) -> tuple[
 
 
 def _known_integer(given: Any, buffers: dict[Value, torch.Tensor]) -> int | None:
-    numbers = numbers_of(given, buffers) if isinstance(given, Value) else given
+    numbers = constant_contents(given, buffers) if isinstance(given, Value) else given
     return None if numbers is None else int(numbers)
 
 
@@ -242,4 +242,4 @@ def constant_data(value: Value) -> torch.Tensor | None:
     data = made_by.arguments.get("data") if made_by is not None else None
     if isinstance(data, Data):
         return data.tensor
-    return numbers_of(value, {}) if value.is_on_host else None
+    return constant_contents(value, {}) if value.is_on_host else None

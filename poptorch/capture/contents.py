@@ -53,7 +53,7 @@ class TensorContents:
 
     def known(self, t: torch.Tensor) -> torch.Tensor | None:
         """Contents of a tensor that are constant across runs; otherwise `None`."""
-        return self._tracer.recorder.numbers_of(t)
+        return self._tracer.recorder.constant_contents(t)
 
     def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
         """Difference `stop - start` of two scalars, if constant across runs; otherwise `None`."""

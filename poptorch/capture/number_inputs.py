@@ -189,7 +189,7 @@ def _positions(
             return one.is_like(its) and all_equal(one.outer, its.outer)
         if isinstance(one, torch.Tensor) or isinstance(its, torch.Tensor):
             return one is its
-        return type(one) is type(its) and Trace.structural_key(one) == Trace.structural_key(its)
+        return type(one) is type(its) and Trace.capture_key(one) == Trace.capture_key(its)
 
     def all_equal(ones: Sequence[Any], others: Sequence[Any]) -> bool:
         return len(ones) == len(others) and all(map(arguments_equal, ones, others))

@@ -1,7 +1,7 @@
 """Outlining: equivalent modules of a model become calls of one function.
 
-Twelve equal layers of an encoder are captured as twelve runs of ops. They are recognised by their structural key: the
-ops with all their arguments, where values from outside are numbered in order. For each key that occurs often enough one
+Twelve equal layers of an encoder are captured as twelve runs of ops. They are recognised by their key: the ops with all
+their arguments, where values from outside are numbered in order. For each key that occurs often enough one
 `Trace` is kept, and the runs are replaced by calls of it; so it is lowered, differentiated and compiled once.
 """
 
@@ -29,7 +29,7 @@ SMALLEST = 8
 
 
 @dataclass(frozen=True)
-class _Run:
+class _OpRange:
     """Contiguous ops of one module.
 
     Attributes:
@@ -51,12 +51,12 @@ def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
     Args:
         wanted: values that are used outside of `nodes`.
     """
-    by_key: defaultdict[Hashable, list[_Run]] = defaultdict(list)
+    by_key: defaultdict[Hashable, list[_OpRange]] = defaultdict(list)
     for run in _runs(nodes):
-        by_key[structural_key(nodes[run.start : run.stop])].append(run)
+        by_key[outlining_key(nodes[run.start : run.stop])].append(run)
     repeated = [runs for runs in by_key.values() if len(runs) > 1]
     taken: set[int] = set()
-    chosen: list[list[_Run]] = []
+    chosen: list[list[_OpRange]] = []
     for runs in sorted(repeated, key=lambda runs: -len(runs[0])):
         # A module that does nothing but run another one has the same ops: they are there once.
         different = {run.start: run for run in runs}.values()
@@ -67,15 +67,15 @@ def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
     return _with_calls(nodes, chosen, {id(value) for value in wanted})
 
 
-def _runs(nodes: Sequence[Node]) -> list[_Run]:
+def _runs(nodes: Sequence[Node]) -> list[_OpRange]:
     """Op ranges of outlining candidates: modules that run exactly once, with contiguous ops."""
-    found: dict[str, list[_Run]] = {}
+    found: dict[str, list[_OpRange]] = {}
     seeding = {position for position, node in enumerate(nodes) if node.op in SEEDING}
     for position, node in enumerate(nodes):
         for path in accumulate(node.scope.split("."), "{}.{}".format) if node.scope else ():
             runs = found.setdefault(path, [])
             start = runs.pop().start if runs and runs[-1].stop == position else position
-            runs.append(_Run(path, start, position + 1))
+            runs.append(_OpRange(path, start, position + 1))
     once = [runs[0] for _, runs in sorted(found.items()) if len(runs) == 1 and len(runs[0]) >= SMALLEST]
     return [
         run
@@ -84,7 +84,7 @@ def _runs(nodes: Sequence[Node]) -> list[_Run]:
     ]
 
 
-def _keeps_in_larger_region(nodes: Sequence[Node], run: _Run) -> bool:
+def _keeps_in_larger_region(nodes: Sequence[Node], run: _OpRange) -> bool:
     """Whether a region saves results of a run, and extends beyond it: calls cannot save inner results."""
     own = nodes[run.start : run.stop]
     beside = [*nodes[max(run.start - 1, 0) : run.start], *nodes[run.stop : run.stop + 1]]
@@ -92,8 +92,11 @@ def _keeps_in_larger_region(nodes: Sequence[Node], run: _Run) -> bool:
     return any(node.is_kept for node in own) and any(not around.isdisjoint(node.regions) for node in beside)
 
 
-def structural_key(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> Hashable:
-    """Structural key of ops, independent of their inputs: equal for interchangeable runs.
+def outlining_key(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> Hashable:
+    """Key of ops, independent of their inputs: equal for runs that can call one trace.
+
+    So it holds all that affects the lowered graph: placement, effects, recomputation regions, and the identity of
+    objects that cannot be compared. `Trace.capture_key` disregards these.
 
     Args:
         known: labels of values from outside, by identity. Labels of results are added.
@@ -133,7 +136,7 @@ def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
         return repr(leaf)
     if isinstance(leaf, Trace):
         inside: dict[int, Hashable] = {id(v): (i, v.shape, v.dtype) for i, v in enumerate(leaf.inputs)}
-        key = structural_key(leaf.nodes, inside)
+        key = outlining_key(leaf.nodes, inside)
         return (tuple(_leaf(v, known) for v in leaf.outer), key, tuple(inside[id(v)] for v in leaf.outputs))
     try:
         return (type(leaf), hash(leaf), exact_key(leaf))
@@ -141,9 +144,9 @@ def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
         return id(leaf)
 
 
-def _with_calls(nodes: Sequence[Node], chosen: list[list[_Run]], wanted: set[int]) -> list[Node]:
+def _with_calls(nodes: Sequence[Node], chosen: list[list[_OpRange]], wanted: set[int]) -> list[Node]:
     last = last_uses((map(id, node.inputs) for node in nodes), wanted)
-    starts: dict[int, tuple[_Run, Trace, list[tuple[int, int]]]] = {}
+    starts: dict[int, tuple[_OpRange, Trace, list[tuple[int, int]]]] = {}
     for runs in chosen:
         template = nodes[runs[0].start : runs[0].stop]
         used = (used_outside(nodes[run.start : run.stop], run.stop, last) for run in runs)

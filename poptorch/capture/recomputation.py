@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import accumulate, groupby, pairwise, takewhile
 from typing import Any
 
-from poptorch.capture.outlining import CALL, call, structural_key, used_outside
+from poptorch.capture.outlining import CALL, call, outlining_key, used_outside
 from poptorch.capture.seeding import SEEDING
 from poptorch.capture.trace import Node, Trace, Value, external_inputs
 from popxl.extend.graphs import last_uses
@@ -125,7 +125,7 @@ def _as_calls(
         if not returned:
             result += _as_calls(part, set(), known, done)
             continue
-        form = (structural_key(part), tuple(returned))
+        form = (outlining_key(part), tuple(returned))
         if form not in known:
             known[form] = _trace(part, returned, known, done)
         result.append(call(part, known[form], returned, _module(part)))

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.base.patching import patched, pushed
 from poptorch.capture.captured_constants import locate_constant, user_line
-from poptorch.capture.constants import buffer_dependencies, distance, numbers_of
+from poptorch.capture.constants import buffer_dependencies, constant_contents, distance
 from poptorch.capture.frames import FrameStack
 from poptorch.capture.gradient_flow import is_in_own_derivative, stop_gradients, warn_about_derivative
 from poptorch.capture.host_tensors import MADE_IN_CAPTURE, HostTensors
@@ -133,12 +133,12 @@ class Recorder:
         """Whether any recorded op reads a value."""
         return value is not None and any(value in node.inputs for node in self.trace.nodes)
 
-    def numbers_of(self, t: torch.Tensor) -> torch.Tensor | None:
+    def constant_contents(self, t: torch.Tensor) -> torch.Tensor | None:
         """Current contents of a tensor, read-only; `None` if they depend on a run."""
         value = self.value_of(t)
         for name in value.buffer_dependencies or ():
             self.read.setdefault(name, self.source())
-        return numbers_of(value, self._buffer_contents)
+        return constant_contents(value, self._buffer_contents)
 
     def distance(self, start: torch.Tensor, stop: torch.Tensor, sees_selects: bool) -> int | None:
         """Difference `stop - start` of two integers, if both are known offsets from one value; otherwise `None`."""
@@ -466,7 +466,7 @@ class Recorder:
             for ref, value, made_by in reversed(kept):
                 if (t := ref()) is None:
                     continue
-                if value is not None and (numbers := numbers_of(value, self._buffer_contents)) is not None:
+                if value is not None and (numbers := constant_contents(value, self._buffer_contents)) is not None:
                     become(t, numbers.clone().requires_grad_(t.requires_grad))
                     setattr(t, MADE_IN_CAPTURE, True)
                 else:

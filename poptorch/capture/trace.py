@@ -169,15 +169,19 @@ class Trace:
 
     def is_like(self, other: Trace) -> bool:
         """Whether another trace performs equal ops on equal numbers, disregarding nested functions."""
-        return self._structural_key() == other._structural_key()
+        return self._key() == other._key()
 
-    def _structural_key(self) -> list[Any]:
+    def _key(self) -> list[Any]:
         steps = [(node.op, node.overload, node.arguments, node.results) for node in self.nodes]
-        return self.structural_key([self.inputs, steps, self.outputs])
+        return self.capture_key([self.inputs, steps, self.outputs])
 
     @staticmethod
-    def structural_key(described: Any) -> list[Any]:
-        """Structural key of ops: values by order, shape and dtype, and contents of constants."""
+    def capture_key(described: Any) -> list[Any]:
+        """Key of ops or arguments, equal in two captures of one model.
+
+        Values are numbered, constants are compared by contents. Other objects are compared by type only, as each
+        capture makes its own; `outlining_key` of two captures would never be equal.
+        """
         numbers: dict[Value, int] = {}
 
         def plain(leaf: Any) -> Any:

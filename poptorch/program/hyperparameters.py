@@ -20,7 +20,7 @@ from poptorch.program.rules import (
     Rule,
     attribute_of,
     attributes_of,
-    numbers_of,
+    hyperparameters_of,
     op_kind,
     rule_of,
     usual_attributes,
@@ -46,7 +46,7 @@ class Hyperparameters:
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule, scales_loss: bool, relaxed_checks: bool) -> None:
         self._rule, self._scales_loss, self._relaxed = rule, scales_loss, relaxed_checks
         self.groups = len(optimizer.param_groups)
-        self.constants = numbers_of(optimizer, rule)
+        self.constants = hyperparameters_of(optimizer, rule)
         self._variable = [key for key in self.constants if self._varies(optimizer, key)]
         self.count = len(self._variable)
         self._expected_attributes = {
@@ -80,7 +80,7 @@ class Hyperparameters:
                 f"{RECOMPILE}"
             )
         self._warn_of_unknown(optimizer)
-        numbers = numbers_of(optimizer, self._rule)
+        numbers = hyperparameters_of(optimizer, self._rule)
         if len(optimizer.param_groups) != self.groups:
             raise createPoptorchError(
                 f"The model was compiled with an optimizer of {self.groups} parameter groups, and this one has "

@@ -215,7 +215,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     return rule
 
 
-def numbers_of(optimizer: torch.optim.Optimizer, rule: Rule) -> dict[Key, Any]:
+def hyperparameters_of(optimizer: torch.optim.Optimizer, rule: Rule) -> dict[Key, Any]:
     """All hyperparameters of an optimiser, by group (`None` for global values) and name."""
     found: dict[Key, Any] = {(None, name): _plain(getattr(optimizer, name, None), d) for name, d in WHOLE.items()}
     combined = found[None, "use_combined_accum"]

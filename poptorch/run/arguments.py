@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from poptorch.base.carried import may_be_carried, numbers_of
+from poptorch.base.carried import all_numbers_name, may_be_carried
 from poptorch.base.custom_types import parser_of
 from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
 from poptorch.base.introspection import is_instance
@@ -104,7 +104,7 @@ class Signature:
         args: positional arguments of the first call.
         kwargs: keyword arguments of the first call.
         looked_at: names of the values beside tensors that are a part of the program, as `forward` looks at them, and
-            those by `numbers_of`; `None` stands for all.
+            those by `all_numbers_name`; `None` stands for all.
         carries_numbers: whether carried values may be numbers anywhere, not only in arguments with tensors or texts.
 
     Raises:
@@ -139,7 +139,7 @@ class Signature:
         self._structures: dict[str, Structure] = {}
         self.carries, self.carries_numbers = False, carries_numbers
         for name, value in values.items():
-            is_beside = looked_at is not None and numbers_of(name) not in looked_at
+            is_beside = looked_at is not None and all_numbers_name(name) not in looked_at
             is_beside = is_beside and (carries_numbers or holds_tensor(value, torch.Tensor))
 
             def carries(name: str, value: Any, is_beside: bool = is_beside) -> bool:

@@ -165,7 +165,7 @@ for _name in ("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__neg__", "__
 
 
 @dataclass
-class _SideEffects:
+class _StepEffects:
     """Host-side effects of a step, recorded during a single capture.
 
     Attributes:
@@ -208,7 +208,7 @@ class _SideEffects:
                 log.execute(values.reshape(shape).float(), outputs, batch)
 
 
-class _Recorder:
+class _EffectRecorder:
     """Records a step's host-side effects during capture.
 
     Attributes:
@@ -218,7 +218,7 @@ class _Recorder:
     """
 
     def __init__(self) -> None:
-        self.effects = _SideEffects()
+        self.effects = _StepEffects()
         self.outputs: list[torch.Tensor] = []
         self.logged: list[torch.Tensor] = []
 
@@ -250,9 +250,9 @@ class _StepCaptures:
     """Host-side effects per capture of a step: they may differ between captures."""
 
     def __init__(self) -> None:
-        self.effects: tuple[_SideEffects, ...] = ()
+        self.effects: tuple[_StepEffects, ...] = ()
 
-    def add(self, effects: _SideEffects) -> int:
+    def add(self, effects: _StepEffects) -> int:
         """Register a capture, and return its index, by which its program labels results."""
         self.effects = (*self.effects, effects)
         return len(self.effects) - 1
@@ -280,7 +280,7 @@ class Step(torch.nn.Module):
     def forward(self, batch: Any, *indices: torch.Tensor) -> tuple[Any, list[torch.Tensor], int]:
         scalars = [index[0] for index in indices]
         positional = len(scalars) - len(self.keywords)
-        recorder, appended = _Recorder(), _track_appends(self.module)
+        recorder, appended = _EffectRecorder(), _track_appends(self.module)
         with self._deferring(recorder), _warn_of_counters(self.module, self.step):
             result = getattr(self.module, self.step)(
                 batch, *scalars[:positional], **dict(zip(self.keywords, scalars[positional:], strict=True))
@@ -306,7 +306,7 @@ class Step(torch.nn.Module):
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     @contextmanager
-    def _deferring(self, recorder: _Recorder) -> Iterator[None]:
+    def _deferring(self, recorder: _EffectRecorder) -> Iterator[None]:
         """Context manager deferring logging and metric updates until after the run."""
         metrics = [each for each in self.module.modules() if isinstance(each, Metric | MetricCollection)]
         replacements: list[dict[str, Any]] = [
@@ -393,7 +393,7 @@ def _warn_of_counters(module: LightningModule, step: str) -> Iterator[None]:
 _warned: weakref.WeakKeyDictionary[LightningModule, Warned] = weakref.WeakKeyDictionary()
 
 
-def _deferred_log(module: LightningModule, recorder: _Recorder, on_epoch: bool) -> Callable[..., None]:
+def _deferred_log(module: LightningModule, recorder: _EffectRecorder, on_epoch: bool) -> Callable[..., None]:
     """Replacement for `LightningModule.log` within a step; `on_epoch` is the default of that argument."""
     method = module.log
     parameters = signature(method)
@@ -429,7 +429,7 @@ def _deferred_log_dict(module: LightningModule) -> Callable[..., None]:
 
 
 def _deferred_method(
-    metric: Any, name: str, recorder: _Recorder, metrics: Sequence[torch.nn.Module]
+    metric: Any, name: str, recorder: _EffectRecorder, metrics: Sequence[torch.nn.Module]
 ) -> Callable[..., _MetricResult]:
     """Replacement for a metric method within a step."""
     method = getattr(metric, name)

@@ -75,7 +75,7 @@ class _Stamp(BaseModel):
     poptorch: str
 
 
-class _Call(_FileModel):
+class _CallingConvention(_FileModel):
     """A program's calling convention: arguments, results, constants; see `Compiled`.
 
     Attributes:
@@ -138,7 +138,7 @@ class _About(_FileModel, _Stamp):
 
     training: bool
     options: dict[str, Any]
-    call: _Call
+    call: _CallingConvention
     io: Any
     grouped: Any
     seed: int | None
@@ -194,7 +194,7 @@ def save(
     replace_file(path, pack(KIND, about.model_dump_json(), blobs))
 
 
-def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
+def _call(compiled: Compiled) -> tuple[_CallingConvention, dict[str, torch.Tensor]]:
     """Describe a program's calling convention, with associated tensor data."""
     signature = compiled.signature
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in signature.leaves]
@@ -209,7 +209,7 @@ def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
             tensors[f"defaults/{name}"] = default.detach().contiguous()
         has_default = default is not parameter.empty
         parameters.append((name, int(parameter.kind), [to_data(default, name)] if has_default else []))
-    call = _Call(
+    call = _CallingConvention(
         parameters=parameters,
         args=to_data(list(args), "the arguments"),
         kwargs=to_data(kwargs, "the arguments"),

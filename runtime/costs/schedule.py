@@ -68,7 +68,7 @@ class Schedule:
         for buffer in self.buffers:
             made[buffer.first] += buffer.bytes
         return tuple(
-            Moment(name=described(step), held=live - own, inside=own)
+            Moment(name=step_label(step), held=live - own, inside=own)
             for step, live, own in zip(self.steps, self.live_bytes(), made, strict=True)
         )
 
@@ -91,7 +91,7 @@ def schedule_of(module: Module) -> Schedule:
     return walk.schedule
 
 
-def described(instruction: Instruction) -> str:
+def step_label(instruction: Instruction) -> str:
     """Short description of an instruction: its operation, as JAX names it, and its source line."""
     operation = instruction.scope.rpartition("/")[2] or instruction.kind
     return f"{operation} ({instruction.line})" if instruction.line else operation
@@ -160,7 +160,7 @@ class _Walk:
 
     def _written(self, instruction: Instruction, shape: Shape) -> Buffer:
         now = len(self.schedule.steps) - 1
-        name = f"{described(instruction)}: {shape.dtype}[{', '.join(map(str, shape.dimensions))}]"
+        name = f"{step_label(instruction)}: {shape.dtype}[{', '.join(map(str, shape.dimensions))}]"
         buffer = Buffer(name, shape.bytes if shape.memory == 0 else 0, now, now)
         self.schedule.buffers.append(buffer)
         return buffer

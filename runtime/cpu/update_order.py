@@ -58,13 +58,13 @@ class CpuUpdateOrder:
             storage: one of `rows` rows of an array, which XLA would otherwise copy as a whole.
         """
         earlier = self._computed.pop(storage, None)
-        return value if earlier is None or value.size * rows < self._large else computed_after(value, earlier)
+        return value if earlier is None or value.size * rows < self._large else order_on_cpu(value, earlier)
 
     def _source(self, storage: Tensor) -> Tensor:
         return self._made_of.get(storage, storage)
 
 
-def computed_after(value: Array, earlier: Array) -> Array:
+def order_on_cpu(value: Array, earlier: Array) -> Array:
     """Add a fake dependency on an earlier result to a value.
 
     XLA overwrites an array in place if all its readers run earlier. On CPUs only data dependencies order computations,

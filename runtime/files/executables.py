@@ -86,7 +86,7 @@ def donating(function: Callable[..., Any], *positions: int) -> Any:
 # Out ----------------------------------------------------------------------------------------------------------------
 
 
-def described(compiled: Any, devices: Sequence[jax.Device]) -> tuple[Executable, bytes]:
+def serialized(compiled: Any, devices: Sequence[jax.Device]) -> tuple[Executable, bytes]:
     """Serialize a compiled function: JAX metadata, and XLA's serialized executable.
 
     Args:

@@ -21,7 +21,7 @@ from popxl.base.log import Logger
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.ir import Ir
 from popxl.program import reading, writing
-from runtime.files.executables import Executable, described, restored
+from runtime.files.executables import Executable, restored, serialized
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_uncached, is_serializable
 from runtime.targets.compile_target import VERSIONS, BuildStamp, build_stamp
 from runtime.targets.devices import Device, find_device
@@ -65,7 +65,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: CompiledProgram) -> Non
     parts = {_IR: writing.packed(ir)}
     executables = []
     for number, executable in enumerate(program.executables() if keeps else ()):
-        about, content = described(executable, program.device.jax_devices)
+        about, content = serialized(executable, program.device.jax_devices)
         executables.append(about)
         parts[f"{_EXECUTABLE}{number}"] = content
     header = About(

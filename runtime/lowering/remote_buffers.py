@@ -216,7 +216,7 @@ def _flatten_replicas(count: int, given: Sequence[bool], slots: Array, *rest: Ar
 # Where they are ------------------------------------------------------------------------------------------------------
 
 
-def described(buffer: RemoteBuffer, main: Graph) -> str:
+def buffer_text(buffer: RemoteBuffer, main: Graph) -> str:
     """Describe a buffer for errors: its variables, and its first user's source line."""
     users = (op for op in lowered_ops(main) if op.attributes.get("buffer") is buffer)
     used = next((f" ({op!r}, {op.source})" for op in users), "")
@@ -229,7 +229,7 @@ def check_width(buffers: Iterable[RemoteBuffer], main: Graph) -> None:
     for buffer in buffers:
         if buffer.tensor_dtype.is_wide:
             raise PopxlError(
-                f"Session: {described(buffer, main)} has numbers of 64 bits, which a TPU cannot move to and from the "
+                f"Session: {buffer_text(buffer, main)} has numbers of 64 bits, which a TPU cannot move to and from the "
                 "host's memory. Use 32 bits, or keep buffers in the device's memory: "
                 "`ir.options.remoteBuffers = 'device'`."
             )
@@ -258,7 +258,7 @@ def check_places(text: str, results: Sequence[RemoteBuffer | None], main: Graph)
     wanted = lost or [b for b in results if b is not None]
     raise PopxlError(
         f"Session: XLA has not put what is to be remote into the host's memory, and nothing else: "
-        f"{'; '.join(described(b, main) for b in wanted)}. Of {count} buffers, {sum(taken)} are read from there and "
+        f"{'; '.join(buffer_text(b, main) for b in wanted)}. Of {count} buffers, {sum(taken)} are read from there and "
         f"{sum(given)} written. `ir.options.remoteBuffers = 'device'` keeps them in the device's memory."
     )
 

@@ -13,7 +13,7 @@ from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses
 from popxl.graph import Graph
 from runtime.plan.host_steps import HostControlFlow, HostSteps, SubPlan
-from runtime.plan.repeats import spans
+from runtime.plan.repeats import group_steps
 from runtime.plan.segmentation import SegmentationPolicy
 from runtime.plan.segments import Key, Segment, Step
 from runtime.plan.structure import Structure, structure_of
@@ -188,7 +188,7 @@ class PlanBuilder:
             (step.op_structure, step.ipu) if isinstance(step, Segment) else id(step) for step in self._built.steps
         ]
         sizes = [step.size if isinstance(step, Segment) else 0 for step in self._built.steps]
-        for first, count in spans(structures, sizes, [step.ipu for step in self._built.steps]):
+        for first, count in group_steps(structures, sizes, [step.ipu for step in self._built.steps]):
             yield self._merge(self._built.steps[first : first + count]) if count > 1 else self._built.steps[first]
 
     def _merge(self, segments: Sequence[Any]) -> Segment:

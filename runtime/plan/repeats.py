@@ -21,7 +21,7 @@ SMALL = 300
 """This many ops are compiled quickly, whatever they repeat."""
 
 
-def spans(structures: Sequence[Hashable], sizes: Sequence[int], ipus: Sequence[int]) -> Iterator[tuple[int, int]]:
+def group_steps(structures: Sequence[Hashable], sizes: Sequence[int], ipus: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Group steps where beneficial: yields index of first step and step count per segment.
 
     Args:

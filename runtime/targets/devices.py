@@ -305,7 +305,7 @@ def find_device(description: str | Device | Target, ir: Ir) -> Device:
     check_type(description, kinds, "Session: the device", "text such as 'ipu_hw', a target or a device")
     warn_if_untested()
     wanted = DeviceCount.of(ir)
-    if processes.spans(ir):
+    if processes.spans_processes(ir):
         found = _over_processes(description, wanted)
     else:
         processes.warn_if_forgotten()

@@ -11,7 +11,7 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.transforms import autodiff
-from runtime.cpu.update_order import LARGE, LARGE_IN_LOOP, CpuUpdateOrder, computed_after
+from runtime.cpu.update_order import LARGE, LARGE_IN_LOOP, CpuUpdateOrder, order_on_cpu
 
 pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
 
@@ -77,14 +77,14 @@ SPECIAL = np.resize(np.array([0.0, -0.0, 1.5, -2.0, np.inf, -np.inf, np.nan, 1e-
 @pytest.mark.parametrize("earlier", [np.nan, 0, -1, np.inf])
 def test_every_bit_stays(dtype: str, earlier: float) -> None:
     value = jnp.asarray(SPECIAL, dtype)
-    found = jax.jit(computed_after)(value, jnp.full((2, 3), earlier))
+    found = jax.jit(order_on_cpu)(value, jnp.full((2, 3), earlier))
     assert found.dtype == value.dtype
     assert np.asarray(found).tobytes() == np.asarray(value).tobytes()
 
 
 def test_derivatives_pass() -> None:
     value = jnp.arange(LARGE_IN_LOOP, dtype=jnp.float32)
-    found = jax.grad(lambda t: (computed_after(t, t[:3]) * t).sum())(value)
+    found = jax.grad(lambda t: (order_on_cpu(t, t[:3]) * t).sum())(value)
     np.testing.assert_array_equal(found, 2 * value)
 
 
@@ -92,8 +92,8 @@ def test_nothing_is_waited_for_without_need() -> None:
     """Integers, and what has no numbers."""
     some = jnp.zeros(8)
     for value, earlier in ((some.astype(int), some), (some, some[:0])):
-        assert "or " not in str(jax.make_jaxpr(computed_after)(value, earlier))
-    assert "or " in str(jax.make_jaxpr(computed_after)(some, some))
+        assert "or " not in str(jax.make_jaxpr(order_on_cpu)(value, earlier))
+    assert "or " in str(jax.make_jaxpr(order_on_cpu)(some, some))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from runtime.lowering.rerolled_loops import RerolledLoop
 from runtime.plan.loop_rerolling.clustering import Clustering, is_update
 from runtime.plan.loop_rerolling.match_iterations import NotRerollable, reroll
 from runtime.plan.loop_rerolling.op_signatures import OpSignatures
-from runtime.plan.loop_rerolling.patterns import FEWEST, PeriodicRange, spans
+from runtime.plan.loop_rerolling.patterns import FEWEST, PeriodicRange, periodic_ranges
 
 TRIED = 8
 """How many spans of a sequence are tried before it is left alone."""
@@ -118,7 +118,7 @@ class _Sequence:
 
     def _candidate_loops(self, first: int, end: int) -> Iterator[tuple[int, int, RerolledLoop]]:
         """Candidate loops within a range, best first, with start and end."""
-        for span in spans(self._signatures, self._sizes, first, end)[:TRIED]:
+        for span in periodic_ranges(self._signatures, self._sizes, first, end)[:TRIED]:
             problem = None
             for start, count in self._alignments(span):
                 last = start + count * span.period

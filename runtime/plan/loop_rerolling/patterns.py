@@ -32,7 +32,7 @@ class PeriodicRange(NamedTuple):
         return range(self.first, self.end - self.repetitions * self.period + 1)
 
 
-def spans(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int) -> list[PeriodicRange]:
+def periodic_ranges(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int) -> list[PeriodicRange]:
     """The longest periodic spans between `first` and `end`, largest saving first.
 
     Args:

@@ -9,9 +9,9 @@ A checkpoint is a directory with:
     checksums.json               the digests of all these files
 
 Nothing in it is read as a Python object. It is written to a temporary sibling, flushed to disk and renamed: a program
-that is interrupted at any moment leaves the old checkpoint or the new one, which `located` finds. Files are compared
-with the digests before they are read. Checkpoints of other programs, and of earlier versions, have no digests, and are
-read without.
+that is interrupted at any moment leaves the old checkpoint or the new one, which `open_checkpoint` finds. Files are
+compared with the digests before they are read. Checkpoints of other programs, and of earlier versions, have no digests,
+and are read without.
 
 A `Writer` writes checkpoints one after the other, optionally in a thread while the program continues.
 """
@@ -47,23 +47,23 @@ from popxl_addons import _wandb
 from popxl_addons.array_files import MODEL, TENSORS, files_in
 from popxl_addons.sharded_arrays import INDEX, PIECES, arrays_of, read_all
 
-__all__ = ["INFO", "LOADER", "Writer", "as_path", "check_maps", "created", "forget", "located", "mark_of"]
-__all__ += ["read_arrays", "read_info", "write_info"]
+__all__ = ["INFO", "LOADER", "Writer", "as_path", "check_maps", "checkpoint_id", "delete"]
+__all__ += ["new_checkpoint", "open_checkpoint", "read_arrays", "read_info", "write_info"]
 
 INFO = "session_info.json"
 LOADER = "dataloader.bin"
 
 _PATIENCE = 0.005
-"""For how many seconds one who waits for a checkpoint does not look."""
+"""Seconds between two looks at the thread that writes a checkpoint."""
 
 _log = logging.getLogger(__name__)
 
 
-# Places -------------------------------------------------------------------------------------------------------------
+# Directories ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def created(place: str) -> Iterator[Path]:
+def new_checkpoint(place: str) -> Iterator[Path]:
     """An empty directory to write a checkpoint to. It becomes `place` when the block ends, unless it fails.
 
     Other files in `place` are kept. ``wandb://<name>`` stands for an artifact.
@@ -82,7 +82,7 @@ def created(place: str) -> Iterator[Path]:
 
 
 @contextmanager
-def located(place: str, reader: int = 0, readers: int = 1) -> Iterator[Path]:
+def open_checkpoint(place: str, reader: int = 0, readers: int = 1) -> Iterator[Path]:
     """Context manager with the directory of a checkpoint's files.
 
     They have been compared with their digests; but for the memory maps, which `check_maps` compares.
@@ -107,7 +107,7 @@ def located(place: str, reader: int = 0, readers: int = 1) -> Iterator[Path]:
             yield _checked(found, place, reader, readers)
 
 
-def mark_of(directory: Path) -> str:
+def checkpoint_id(directory: Path) -> str:
     """Identifier of a checkpoint: the digest of its digests; empty without digests."""
     path = directory / CHECKSUMS
     return digest(path.read_bytes()) if path.exists() else ""
@@ -118,7 +118,7 @@ def as_path(place: str) -> Path:
     return Path(place).expanduser().resolve()
 
 
-def forget(directory: Path) -> None:
+def delete(directory: Path) -> None:
     """Delete a checkpoint, and log failures."""
     try:
         discard(directory)
@@ -160,7 +160,7 @@ class Writer:
         owner: object that checks for errors. The thread delays the end of the process, but not that of the owner.
 
     Attributes:
-        turn: lock for preparing a checkpoint, and writing it or starting a thread that does.
+        lock: lock for preparing a checkpoint, and writing it or starting a thread that does.
     """
 
     def __init__(self, owner: object) -> None:
@@ -169,7 +169,7 @@ class Writer:
         self._problem: BaseException | None = None
         self._is_left = False
         self._saved: list[Path] = []
-        self.turn = threading.RLock()  # a signal handler may write a checkpoint too
+        self.lock = threading.RLock()  # a signal handler may write a checkpoint too
         self._telling = threading.RLock()  # the owner may be collected in any thread, at any moment
         weakref.finalize(owner, self._leave)
 
@@ -213,7 +213,7 @@ class Writer:
             if oldest in directory.parents:
                 _log.warning("The old checkpoint `%s` is not deleted: the newest, `%s`, is in it.", oldest, directory)
             else:
-                forget(oldest)
+                delete(oldest)
 
     def _work(self, work: Callable[[], None], what: str) -> None:
         try:

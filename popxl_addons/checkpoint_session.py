@@ -142,7 +142,7 @@ class CheckpointSession(popxl.Session):
             ImportError: for an artifact, if `wandb` is not installed; `RuntimeError` if no run is active.
         """
         place = _checkpoint_name("save_checkpoint", checkpoint_dir)
-        with self._writer.turn:
+        with self._writer.lock:
             self._save(place, format, wait)
 
     def _save(self, place: str, format: array_files.Format, wait: bool) -> None:
@@ -177,7 +177,7 @@ class CheckpointSession(popxl.Session):
     ) -> tuple[Path, Callable[[], None]]:
         """Draft checkpoint without arrays, with a writer for arrays."""
         self._check_maps_elsewhere(place, arrays)
-        directory = stack.enter_context(checkpoint.created(place))
+        directory = stack.enter_context(checkpoint.new_checkpoint(place))
         checkpoint.write_info(directory, self.session_state)
         write = array_files.start_write(directory, arrays, format)
         if self._dataloader is not None:
@@ -301,8 +301,8 @@ class CheckpointSession(popxl.Session):
         what = f"TaskSession.load_checkpoint, from `{place}`"
         with ExitStack() as opened:
             with self._joint(what, together, "nothing has been loaded") as (said, _), ExitStack() as stack:
-                directory = stack.enter_context(checkpoint.located(place, *share))
-                said["mark"] = checkpoint.mark_of(directory)
+                directory = stack.enter_context(checkpoint.open_checkpoint(place, *share))
+                said["mark"] = checkpoint.checkpoint_id(directory)
                 info = checkpoint.read_info(directory)
                 differences = key_differences("Checkpoint", info.keys(), self.session_state.keys(), "session_state")
                 maps = {path.name for path in (directory / array_files.MODEL).glob("*")}

@@ -236,7 +236,7 @@ def initialise_memmap_dir_from_checkpoint(
         [1.0, 1.0, 1.0]
     """
     target = Path(memmap_dir)
-    with checkpoint.located(os.fspath(checkpoint_dir)) as directory:
+    with checkpoint.open_checkpoint(os.fspath(checkpoint_dir)) as directory:
         checkpoint.check_maps(directory)
         target.mkdir(parents=True, exist_ok=True)
         for source in sorted((directory / array_files.MODEL).glob("*.npy")):

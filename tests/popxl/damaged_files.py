@@ -84,7 +84,7 @@ def write_checkpoint(folder: Path, format: array_files.Format) -> None:
         "fp8": popxl.utils.host_pow2scale_cast_to_fp8(np.array([1.0, 2.5], np.float32), popxl.float8_143),
         "table": mapped,
     }
-    with checkpoint.created(str(folder / "c")) as directory:
+    with checkpoint.new_checkpoint(str(folder / "c")) as directory:
         checkpoint.write_info(directory, {"steps": 7, "lr": 0.5})
         array_files.write_arrays(directory, arrays, format)
         (directory / checkpoint.LOADER).write_bytes(b"at row 1234")
@@ -92,7 +92,7 @@ def write_checkpoint(folder: Path, format: array_files.Format) -> None:
 
 
 def read_checkpoint(folder: Path) -> Any:
-    with checkpoint.located(str(folder / "c")) as directory:
+    with checkpoint.open_checkpoint(str(folder / "c")) as directory:
         arrays = {name: (a.dtype, a.shape, a.tobytes()) for name, a in checkpoint.read_arrays(directory).items()}
         info, loader = checkpoint.read_info(directory), (directory / checkpoint.LOADER).read_bytes()
     with tempfile.TemporaryDirectory() as maps:

@@ -265,7 +265,7 @@ def checkpoint_in_pieces(replication: Replication, share: Share) -> Results:
         session.run()
         session.wait_for_checkpoint()
         popdist.synchronize()
-        with checkpoint.located(f"{folder}/checkpoint") as directory:
+        with checkpoint.open_checkpoint(f"{folder}/checkpoint") as directory:
             known |= checkpoint.read_arrays(directory)
             assert is_shared == (directory / checkpoint.INDEX).exists()
             if is_shared:  # what each process has written of `w`, of which 4 replicas have 2, 2, 1 and 0 elements
@@ -302,7 +302,7 @@ def checkpoint_of_borrowed_variables(replication: Replication, share: Share) -> 
         session.run()
         session.save_checkpoint(f"{folder}/borrowed")
         popdist.synchronize()
-        with checkpoint.located(f"{folder}/borrowed") as directory:
+        with checkpoint.open_checkpoint(f"{folder}/borrowed") as directory:
             return checkpoint.read_arrays(directory), {}
 
 

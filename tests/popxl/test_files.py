@@ -85,7 +85,7 @@ def test_a_save_of_a_program_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_a_checkpoint_that_is_killed(tmp_path: Path) -> None:
     def write(value: float) -> None:
-        with checkpoint.created(str(tmp_path / "c")) as directory:
+        with checkpoint.new_checkpoint(str(tmp_path / "c")) as directory:
             array_files.write_arrays(directory, {"v": np.full(2, value)}, "safetensors")
 
     write(1.0)

@@ -34,7 +34,7 @@ ARRAYS = {
 
 
 def write(place, arrays, format="npz", info=None, loader=None):
-    with checkpoint.created(str(place)) as directory:
+    with checkpoint.new_checkpoint(str(place)) as directory:
         checkpoint.write_info(directory, info or {"steps": 1})
         array_files.write_arrays(directory, arrays, format)
         if loader is not None:
@@ -42,7 +42,7 @@ def write(place, arrays, format="npz", info=None, loader=None):
 
 
 def read(place):
-    with checkpoint.located(str(place)) as directory:
+    with checkpoint.open_checkpoint(str(place)) as directory:
         return checkpoint.read_arrays(directory), checkpoint.read_info(directory)
 
 
@@ -116,7 +116,7 @@ class KeyValueStore(dict):
 def write_in_pieces(place, arrays, format="npz", shapes=None):
     """Two processes write: the second one the middle third of each array, the first one what is around it."""
     notes = KeyValueStore()
-    with checkpoint.created(str(place)) as directory:
+    with checkpoint.new_checkpoint(str(place)) as directory:
         checkpoint.write_info(directory, {"steps": 1})
         array_files.write_arrays(directory, {"known to all": np.arange(3)}, format)
         shares = [sharded_arrays.ShardWriter(directory, number, 2, notes) for number in range(2)]
@@ -156,7 +156,7 @@ def test_parts_of_groups_are_joined_along_their_axis(tmp_path):
 @pytest.mark.parametrize("format", ["npz", "safetensors"])
 def test_only_the_pieces_that_are_asked_for_are_read(tmp_path, format):
     write_in_pieces(tmp_path, ARRAYS, format)
-    with checkpoint.located(str(tmp_path)) as directory:
+    with checkpoint.open_checkpoint(str(tmp_path)) as directory:
         arrays = sharded_arrays.arrays_of(directory)
     shutil.rmtree(tmp_path / "pieces/0")
     for name, expected in ARRAYS.items():
@@ -195,7 +195,7 @@ def test_who_reads_together_compares_a_share(tmp_path, reader):
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
         with pytest.raises(UnreadableFileError) if is_mine else contextlib.nullcontext():
-            with checkpoint.located(str(tmp_path), reader, 2):
+            with checkpoint.open_checkpoint(str(tmp_path), reader, 2):
                 pass
         (tmp_path / name).write_bytes(content)
 
@@ -401,16 +401,19 @@ def test_a_second_checkpoint_replaces_the_first(tmp_path):
 def test_a_reader_is_told_of_another_checkpoint(tmp_path):
     """What it has read may be of both; and what looks damaged to it, is not."""
     write(tmp_path / "c", {"a": np.zeros(2)})
-    with pytest.raises(ReplacedError, match="was replaced"), checkpoint.located(str(tmp_path / "c")) as directory:
+    with (
+        pytest.raises(ReplacedError, match="was replaced"),
+        checkpoint.open_checkpoint(str(tmp_path / "c")) as directory,
+    ):
         arrays = sharded_arrays.arrays_of(directory)
         write(tmp_path / "c", {"a": np.ones(2)})
         assert arrays["a"].elements(0, 2).tolist() == [1, 1]
-    with pytest.raises(ReplacedError), checkpoint.located(str(tmp_path / "c")) as directory:
+    with pytest.raises(ReplacedError), checkpoint.open_checkpoint(str(tmp_path / "c")) as directory:
         write(tmp_path / "c", {"b": np.ones(2)})
         (directory / "model/a.npz").read_bytes()
-    with pytest.raises(FileNotFoundError), checkpoint.located(str(tmp_path / "c")) as directory:
+    with pytest.raises(FileNotFoundError), checkpoint.open_checkpoint(str(tmp_path / "c")) as directory:
         (directory / "model/a.npz").read_bytes()  # of itself
-    with pytest.raises(ReplacedError), checkpoint.located(str(tmp_path / "c")):
+    with pytest.raises(ReplacedError), checkpoint.open_checkpoint(str(tmp_path / "c")):
         checkpoint.forget(tmp_path / "c")
 
 
@@ -438,7 +441,7 @@ def test_two_that_replace_one_place_at_once(tmp_path, monkeypatch, what):
 
 def test_a_failure_in_the_block_changes_nothing(tmp_path):
     write(tmp_path / "c", ARRAYS, info={"steps": 1})
-    with pytest.raises(KeyboardInterrupt), checkpoint.created(str(tmp_path / "c")) as directory:
+    with pytest.raises(KeyboardInterrupt), checkpoint.new_checkpoint(str(tmp_path / "c")) as directory:
         checkpoint.write_info(directory, {"steps": 2})
         raise KeyboardInterrupt
     assert read(tmp_path / "c")[1] == {"steps": 1} and os.listdir(tmp_path) == ["c"]
@@ -559,7 +562,7 @@ def test_an_interruption_leaves_the_old_or_the_new(tmp_path, how, format):
 
 
 def test_interrupted_before_the_very_first_is_complete(tmp_path):
-    with pytest.raises(KeyboardInterrupt), checkpoint.created(str(tmp_path / "c")):
+    with pytest.raises(KeyboardInterrupt), checkpoint.new_checkpoint(str(tmp_path / "c")):
         raise KeyboardInterrupt
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "c")

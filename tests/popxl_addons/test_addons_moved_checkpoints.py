@@ -184,7 +184,7 @@ def test_a_process_dies_while_all_write(tmp_path: Path, who: int, where: str) ->
     done = subprocess.run(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=300)
     assert done.returncode == 0 and f"instance {who} was killed by SIGKILL" in done.stderr, done.stderr
     assert sorted(os.listdir(tmp_path)) == ["c", "program.py"]
-    with checkpoint.located(str(tmp_path / "c")) as directory:
+    with checkpoint.open_checkpoint(str(tmp_path / "c")) as directory:
         arrays, info = checkpoint.read_arrays(directory), checkpoint.read_info(directory)
     assert info == {"steps": 2}
     assert {name: a.tolist() for name, a in arrays.items()} == {"pieces": [4, 5, 6, 7, 8], "whole": [4, 5, 6]}
@@ -276,7 +276,7 @@ def divided(groups: int, axis: int | None, start: float = 0.0) -> TaskSession:
 
 def test_a_divided_variable_is_in_the_file_as_one(tmp_path: Path) -> None:
     divided(3, -1).save_checkpoint(tmp_path)
-    with checkpoint.located(str(tmp_path)) as directory:
+    with checkpoint.open_checkpoint(str(tmp_path)) as directory:
         np.testing.assert_array_equal(checkpoint.read_arrays(directory)["v"], np.arange(24).reshape(2, 12))
 
 

@@ -334,19 +334,19 @@ def test_processes_that_find_different_checkpoints(tmp_path, monkeypatch):
 
 
 def test_threads_save_one_after_the_other(tmp_path, monkeypatch):
-    session, created = make(), checkpoint.created
+    session, new_checkpoint = make(), checkpoint.new_checkpoint
     now, most = [], []
 
     @contextlib.contextmanager
     def slowly(place):
         now.append(place)
         most.append(len(now))
-        with created(place) as directory:
+        with new_checkpoint(place) as directory:
             time.sleep(0.01)
             yield directory
         now.remove(place)
 
-    monkeypatch.setattr(checkpoint, "created", slowly)
+    monkeypatch.setattr(checkpoint, "new_checkpoint", slowly)
     with session:
         run(session, 1)
         save = partial(session.save_checkpoint, tmp_path / "c")

@@ -21,7 +21,7 @@ import popxl
 from popxl import ops
 from popxl.extend.arguments import integer, integer_or_integers, integers
 from popxl_addons.dot_tree import to_mapping
-from popxl_addons.layers import LanguageModel, undrawn_weights
+from popxl_addons.layers import LanguageModel, uninitialized_weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.sampling import sample_token, uniform_at
@@ -30,26 +30,26 @@ from popxl_addons.variable_factory import NamedVariableFactories
 __all__ = ["Generator", "Request"]
 
 
-class _Step(Module):
-    """Each text read one token further: the one that was drawn last. What is drawn next is noted."""
+class _DecodeStep(Module):
+    """One decoding step: every text reads its last token and samples the next, which is written to `written`."""
 
-    def __init__(self, model: LanguageModel, batch: int, room: int, tokens: int, **how: Any) -> None:
+    def __init__(self, model: LanguageModel, batch: int, max_length: int, tokens: int, **sampling: Any) -> None:
         super().__init__()
         self.model = model
-        self.batch, self.room, self.tokens, self.how = batch, room, tokens, how
+        self.batch, self.max_length, self.tokens, self.sampling = batch, max_length, tokens, sampling
 
     def build(
         self, turn: popxl.Tensor, read: popxl.Tensor, last: popxl.Tensor, seeds: popxl.Tensor
     ) -> tuple[popxl.Tensor, ...]:
         shape = (self.tokens, self.batch)
         written = self.add_variable_input("written", partial(np.zeros, shape, np.int32), popxl.int32, by_ref=True)
-        logits = self.model(last.reshape((self.batch, 1)), read, self.room)
+        logits = self.model(last.reshape((self.batch, 1)), read, self.max_length)
         draws = uniform_at(seeds, read)
-        token = sample_token(logits.reshape((self.batch, logits.shape[-1])), draws, **self.how)
+        token = sample_token(logits.reshape((self.batch, logits.shape[-1])), draws, **self.sampling)
         ops.dynamic_update_(written, turn, token.reshape((1, self.batch)), axes=[0], sizes=[1], no_overlap=True)
-        # A text that has ended continues until the run ends, and a free slot always does. Neither may exceed its room:
-        # results of a model beyond it are undefined.
-        return turn + 1, ops.minimum(read + 1, self.room - 1), token
+        # A text that has ended continues until the run ends, and a free slot always does. Neither may exceed the
+        # maximum length: results of a model beyond it are undefined.
+        return turn + 1, ops.minimum(read + 1, self.max_length - 1), token
 
 
 @dataclass(eq=False)
@@ -184,7 +184,7 @@ class Generator:
         self._waiting: list[Request] = []
         self._slots: list[Request | None] = [None] * self.batch
         self._one: _Reader | None = None
-        step = _Step(model, self.batch, self.room, self.tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+        step = _DecodeStep(model, self.batch, self.room, self.tokens, temperature=temperature, top_k=top_k, top_p=top_p)
         writing, own = self._writer(step, is_known=weights is not None)
         if weights is not None:
             theirs = weights[1].to_dict()
@@ -222,18 +222,18 @@ class Generator:
             )
         return found
 
-    def _writer(self, step: _Step, is_known: bool) -> tuple[popxl.Ir, NamedTensors]:
+    def _writer(self, step: _DecodeStep, is_known: bool) -> tuple[popxl.Ir, NamedTensors]:
         """Build the decode program, with its model variables."""
         ir = popxl.Ir()
-        with ir.main_graph, popxl.in_sequence(), undrawn_weights():
+        with ir.main_graph, popxl.in_sequence(), uninitialized_weights():
             self._read, self._last = (popxl.h2d_stream((self.batch,), popxl.int32, name) for name in ("read", "last"))
             self._seeds = popxl.h2d_stream((self.batch, 2), popxl.uint32, "seeds")
-            turn = popxl.constant(0, popxl.uint32)
-            given = [turn, *(ops.host_load(stream) for stream in (self._read, self._last, self._seeds))]
-            facts, graph = step.create_graph(*given)
+            iteration = popxl.constant(0, popxl.uint32)
+            operands = [iteration, *(ops.host_load(stream) for stream in (self._read, self._last, self._seeds))]
+            facts, graph = step.create_graph(*operands)
             state, cache = _create_variables(facts, is_known)
             bound = to_mapping(graph.args, _merged(state, cache))
-            ops.repeat(graph.graph, self.tokens, *given, inputs_dict=bound)
+            ops.repeat(graph.graph, self.tokens, *operands, inputs_dict=bound)
             self._written = popxl.d2h_stream((self.tokens, self.batch), popxl.int32, "written")
             ops.host_store(self._written, cache.written)
         self._cache: NamedTensors = cache.model
@@ -242,7 +242,7 @@ class Generator:
     def _reader(self, texts: int) -> _Reader:
         """Prefill program, for all texts or for one slot."""
         ir = popxl.Ir()
-        with ir.main_graph, popxl.in_sequence(), undrawn_weights():
+        with ir.main_graph, popxl.in_sequence(), uninitialized_weights():
             streams = [popxl.h2d_stream((texts, self.prompt), popxl.int32, "prompts")]
             if texts != self.batch:
                 streams.append(popxl.h2d_stream((), popxl.int32, "slot"))

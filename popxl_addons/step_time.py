@@ -254,7 +254,7 @@ def _keeps_too_much(sizes: GPTSizes, micro_batch: int, figures: Chip) -> bool:
 # The parts of the model -----------------------------------------------------------------------------------------------
 
 
-class _Attention(Module):
+class _UnfusedAttention(Module):
     """Attention by separate products, softmax and dropout, with one projection for queries, keys and values."""
 
     def __init__(self, heads: int, tensor: Any):
@@ -280,7 +280,7 @@ class _Layer(Module):
     def __init__(self, heads: int, tensor: Any):
         super().__init__()
         self.attention_norm, self.mlp_norm = LayerNorm(), LayerNorm()
-        self.attention, self.mlp = _Attention(heads, tensor), MLP(tensor=tensor)
+        self.attention, self.mlp = _UnfusedAttention(heads, tensor), MLP(tensor=tensor)
 
     def build(self, x: popxl.Tensor, seed: popxl.Tensor) -> popxl.Tensor:
         """`x` of shape (batch, length, width) to the same."""
@@ -308,7 +308,7 @@ class _Head(Module):
         return ops.sum(ops.log(weights / total))
 
 
-class _Embedding(Module):
+class _EmbeddingSum(Module):
     """Tokens and places to vectors, with dropout."""
 
     def __init__(self, tensor: Any):
@@ -352,7 +352,7 @@ def _graphs(
             _, forward = _Head(math.ceil(vocabulary / tensor) * tensor, group).create_graph(text)
         else:
             places = popxl.TensorSpec((sequence, hidden), popxl.float16)
-            _, forward = _Embedding(group).create_graph(text, places, seed)
+            _, forward = _EmbeddingSum(group).create_graph(text, places, seed)
         wanted = [t for t in forward.graph.inputs if t.dtype.is_floating_point]
         backward = autodiff(forward, grads_required=wanted)
     return forward.graph, backward.graph

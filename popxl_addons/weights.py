@@ -104,7 +104,7 @@ def load_safetensors(
     All is looked at before anything changes. A variable with several groups of replicas gets the same for all of them,
     or a part for each, if one axis of the weight is as many times as long.
 
-    Make the graph of a large model within `layers.undrawn_weights`: otherwise random numbers are drawn in vain.
+    Make the graph of a large model within `layers.uninitialized_weights`: otherwise random numbers are drawn in vain.
 
     Args:
         variables: variables by their names in the model.

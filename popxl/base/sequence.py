@@ -1,8 +1,8 @@
 """State of `popxl.in_sequence`: the ops that the next op has to follow.
 
-For each graph (and execution context) the memory is a pair: the ops that everything new must follow, and the ops of
-an unordered block that nothing has followed yet. A chained op follows both and becomes the new memory; an unordered
-op follows only the first and joins the second. Nesting then needs no special case.
+For each graph (and execution context) the state is a pair: the predecessors of every new op, and the ops of an
+unordered block without successors so far. A chained op follows both and becomes the new state; an unordered op follows
+only the first and joins the second. Nesting then needs no special case.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ Mode = bool | None
 
 
 @dataclass
-class _Memory:
-    """Ids of ops: `before` precede every new op, `members` are unordered among themselves."""
+class _OrderState:
+    """Ids of ops: `predecessors` of every new op, and ops that are `unordered` among themselves."""
 
-    before: tuple[int, ...] = ()
-    members: list[int] = field(default_factory=list)
+    predecessors: tuple[int, ...] = ()
+    unordered: list[int] = field(default_factory=list)
 
     @property
-    def all_members(self) -> tuple[int, ...]:
-        return (*self.before, *self.members)
+    def all_ops(self) -> tuple[int, ...]:
+        return (*self.predecessors, *self.unordered)
 
 
 class Sequencer:
@@ -32,31 +32,31 @@ class Sequencer:
     def __init__(self) -> None:
         self.mode: Mode = None
         self._depth = 0
-        self._memories: dict[Hashable, _Memory] = {}
+        self._states: dict[Hashable, _OrderState] = {}
 
     @contextmanager
     def block(self, mode: object) -> Iterator[None]:
-        """Enter a mode; leaving the outermost block forgets everything."""
-        before = self.mode
-        is_nested_chain = mode is True and before is False
-        earlier = {key: memory.all_members for key, memory in self._memories.items()} if is_nested_chain else {}
+        """Enter a mode; leaving the outermost block clears the state."""
+        outer_mode = self.mode
+        is_nested_chain = mode is True and outer_mode is False
+        earlier = {key: state.all_ops for key, state in self._states.items()} if is_nested_chain else {}
         if mode == "pass":
-            self._memories.clear()
-        elif mode is False and before is True:
-            for key, memory in self._memories.items():  # a block nested in a chain follows whole blocks before it
-                self._memories[key] = _Memory(memory.all_members)
+            self._states.clear()
+        elif mode is False and outer_mode is True:
+            for key, state in self._states.items():  # a block nested in a chain follows whole blocks before it
+                self._states[key] = _OrderState(state.all_ops)
         self.mode = None if mode == "pass" else mode  # type: ignore[assignment]  # checked by the first op
         self._depth += 1
         try:
             yield
         finally:
             if is_nested_chain:  # the unordered block goes on after all of the chain, also where this ends unordered
-                changed = {k: m.all_members for k, m in self._memories.items() if m.all_members != earlier.get(k)}
-                self._memories |= {key: _Memory(before=members) for key, members in changed.items()}
-            self.mode = before
+                changed = {k: s.all_ops for k, s in self._states.items() if s.all_ops != earlier.get(k)}
+                self._states |= {key: _OrderState(predecessors=ops) for key, ops in changed.items()}
+            self.mode = outer_mode
             self._depth -= 1
             if self._depth == 0:
-                self._memories.clear()
+                self._states.clear()
 
     def predecessors(self, key: Hashable) -> tuple[int, ...]:
         """Ids of required predecessors of a new op. Raises `ValueError` for an unknown mode."""
@@ -64,26 +64,26 @@ class Sequencer:
             return ()
         if not isinstance(self.mode, bool):
             raise ValueError(f"in_sequence: the mode {self.mode!r} is unknown; expected True, False or 'pass'.")
-        memory = self._memories.get(key)
-        if memory is None:
+        state = self._states.get(key)
+        if state is None:
             return ()
-        return memory.all_members if self.mode else memory.before
+        return state.all_ops if self.mode else state.predecessors
 
     def remember(self, key: Hashable, op_id: int) -> None:
         """Take note of a new op."""
         if self.mode is None:
             return
-        memory = self._memories.setdefault(key, _Memory())
+        state = self._states.setdefault(key, _OrderState())
         if self.mode:
-            self._memories[key] = _Memory(before=(op_id,))
+            self._states[key] = _OrderState(predecessors=(op_id,))
         else:
-            memory.members.append(op_id)
+            state.unordered.append(op_id)
 
     def replace(self, old: Collection[int], new: Iterable[int]) -> None:
         """Replace op ids by others."""
-        for memory in self._memories.values():
-            memory.before = with_ids_replaced(memory.before, old, new)
-            memory.members = list(with_ids_replaced(memory.members, old, new))
+        for state in self._states.values():
+            state.predecessors = with_ids_replaced(state.predecessors, old, new)
+            state.unordered = list(with_ids_replaced(state.unordered, old, new))
 
 
 def with_ids_replaced(ids: Iterable[int], old: Collection[int], new: Iterable[int]) -> tuple[int, ...]:

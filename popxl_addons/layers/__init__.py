@@ -1,6 +1,6 @@
 """Layers: modules with their variables, and the corresponding names in torch."""
 
-from popxl_addons.layers._values import undrawn_weights
+from popxl_addons.layers._values import undrawn_weights, uninitialized_weights
 from popxl_addons.layers.conv import Conv2D
 from popxl_addons.layers.embedding import Embedding, TiedEmbedding
 from popxl_addons.layers.experts import Experts
@@ -29,4 +29,5 @@ __all__ = [
     "TiedEmbedding",
     "TransformerBlock",
     "undrawn_weights",
+    "uninitialized_weights",
 ]

@@ -18,28 +18,31 @@ from popxl.initial import Initial
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.utils import WeightsDict
 
-_is_drawn = ContextVar("_is_drawn", default=True)
+_draws_weights = ContextVar("_draws_weights", default=True)
 
 
 @contextmanager
-def undrawn_weights() -> Iterator[None]:
+def uninitialized_weights() -> Iterator[None]:
     """Initialise the layers whose graphs are made in the block with zeros instead of random numbers.
 
     Drawing numbers takes long for a large model, and is useless if weights are loaded, or are another session's.
 
     Example:
         >>> from popxl_addons.layers import Linear
-        >>> with popxl.Ir().main_graph, undrawn_weights():
+        >>> with popxl.Ir().main_graph, uninitialized_weights():
         ...     facts, graph = Linear(3).create_graph(popxl.TensorSpec((5, 4), popxl.float32))
         ...     variables = facts.init()
         >>> bool(variables.weight.data.any())
         False
     """
-    before = _is_drawn.set(False)
+    before = _draws_weights.set(False)
     try:
         yield
     finally:
-        _is_drawn.reset(before)
+        _draws_weights.reset(before)
+
+
+undrawn_weights = uninitialized_weights  # earlier name
 
 
 def truncated_normal(*shape: int, std: float = 0.02) -> np.ndarray:
@@ -52,7 +55,7 @@ def truncated_normal(*shape: int, std: float = 0.02) -> np.ndarray:
         >>> values.shape, bool((abs(values) <= 0.04).all())
         ((3, 4), True)
     """
-    if not _is_drawn.get():
+    if not _draws_weights.get():
         return np.broadcast_to(np.float32(0), shape)  # one number in memory
     from scipy.special import ndtr, ndtri  # JAX needs SciPy, too
 
@@ -61,7 +64,7 @@ def truncated_normal(*shape: int, std: float = 0.02) -> np.ndarray:
 
 
 DESCRIBED_FROM = 1 << 20
-"""Weights of so many elements and more are described, and nobody draws them before they are needed."""
+"""Minimum number of elements of weights that are described lazily, and drawn when first needed."""
 
 
 def weights(*shape: int, std: float = 0.02) -> np.ndarray | Initial:
@@ -71,7 +74,7 @@ def weights(*shape: int, std: float = 0.02) -> np.ndarray | Initial:
         >>> weights(2, 3).shape, weights(50257, 4096).kind
         ((2, 3), 'truncated_normal')
     """
-    if not _is_drawn.get():
+    if not _draws_weights.get():
         return initial.zeros(shape)
     if math.prod(shape) < DESCRIBED_FROM:
         return truncated_normal(*shape, std=std)

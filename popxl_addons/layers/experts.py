@@ -135,42 +135,43 @@ class Experts(Module):
 
         choices = ops.flatten(chosen.T)  # the first of all tokens, then the second: these are the first without a place
         is_chosen = ops.onehot(choices, popxl.constant(self.count), popxl.constant([0, 1]), axis=-1)
-        place = ops.sum(ops.cumsum(is_chosen) * is_chosen, axis=1) - 1
-        room = math.ceil(tokens * self.chosen / self.count * self.capacity_factor)
-        slots = self.count * room
-        slot = ops.where(place < room, choices * room + place, slots)  # which is beyond the last
-        nobody = popxl.constant(np.full(slots, choices.nelms, np.int32))
-        choice = ops.scatter(nobody, slot, ops.arange(choices.nelms))
+        rank = ops.sum(ops.cumsum(is_chosen) * is_chosen, axis=1) - 1
+        capacity = math.ceil(tokens * self.chosen / self.count * self.capacity_factor)
+        slots = self.count * capacity
+        slot = ops.where(rank < capacity, choices * capacity + rank, slots)  # which is beyond the last
+        unassigned = popxl.constant(np.full(slots, choices.nelms, np.int32))
+        choice = ops.scatter(unassigned, slot, ops.arange(choices.nelms))
 
-        there = _picked(rows, choice, slot, times=self.chosen).reshape((self.count, room, rows.shape[1]))
-        back = self._experts(there).reshape((slots, rows.shape[1]))
-        parts = _picked(back, slot, choice, times=1).reshape((self.chosen, *rows.shape))
-        y = ops.sum(parts * gates.T.reshape((self.chosen, tokens, 1)).astype(x.dtype), axis=0)
+        dispatched = _picked(rows, choice, slot, times=self.chosen).reshape((self.count, capacity, rows.shape[1]))
+        combined = self._experts(dispatched).reshape((slots, rows.shape[1]))
+        weighted = _picked(combined, slot, choice, times=1).reshape((self.chosen, *rows.shape))
+        y = ops.sum(weighted * gates.T.reshape((self.chosen, tokens, 1)).astype(x.dtype), axis=0)
 
         shares = ops.mean(is_chosen.astype(popxl.float32), axis=0)
         balance = ops.sum(shares * ops.mean(probabilities, axis=0)) * self.count
         return y.reshape(x.shape), balance
 
-    def _experts(self, there: popxl.Tensor) -> popxl.Tensor:
-        """What the experts make of tokens of this replica, of shape (count, room, width); they may be elsewhere."""
+    def _experts(self, tokens: popxl.Tensor) -> popxl.Tensor:
+        """Outputs of the experts, which may be on other replicas, for local `tokens` of shape (count, capacity, width).
+        """
         if self.group is None:
-            return self._own_experts(there)
-        there = ops.collectives.replicated_all_to_all(there, 0, 1, self.group)
-        return ops.collectives.replicated_all_to_all(self._own_experts(there), 1, 0, self.group)
+            return self._own_experts(tokens)
+        tokens = ops.collectives.replicated_all_to_all(tokens, 0, 1, self.group)
+        return ops.collectives.replicated_all_to_all(self._own_experts(tokens), 1, 0, self.group)
 
-    def _own_experts(self, there: popxl.Tensor) -> popxl.Tensor:
+    def _own_experts(self, tokens: popxl.Tensor) -> popxl.Tensor:
         """Apply the replica's experts to their tokens: (experts, tokens, width) to equal shape."""
-        experts, _, width = there.shape
+        experts, _, width = tokens.shape
         hidden = 4 * width if self.hidden is None else self.hidden
         group = None if self.group is None else resolved(self.group, "Experts: `group`")
 
         def layer(name: str, t: popxl.Tensor, size: int) -> popxl.Tensor:
-            begin = drawn_weights("Experts", t.dtype, experts, t.shape[-1], size)
+            initial_weights = drawn_weights("Experts", t.dtype, experts, t.shape[-1], size)
             if group is None:
-                return t @ self.add_variable_input(name, begin, t.dtype)
-            having = group.transpose()
-            w = self.add_variable_input(name, begin, t.dtype, replica_grouping=having, group_axis=0)
+                return t @ self.add_variable_input(name, initial_weights, t.dtype)
+            expert_group = group.transpose()
+            w = self.add_variable_input(name, initial_weights, t.dtype, replica_grouping=expert_group, group_axis=0)
             return t @ _of_mean(w, size=group.group_size)
 
-        inner = activated(self.activation, lambda name: layer(name, there, hidden))
+        inner = activated(self.activation, lambda name: layer(name, tokens, hidden))
         return layer("down", inner, width)

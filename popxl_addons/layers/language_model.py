@@ -146,11 +146,11 @@ def _as_gpt2(config: LanguageConfig) -> dict[str, Any]:
 def _as_llama(config: LanguageConfig) -> dict[str, Any]:
     kind = "qwen3" if config.head_norm else "qwen2" if config.bias == "qkv" else "llama"
     spelled, stretch = config._spelled(), config.stretch
-    turning: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary}
     if stretch is not None:
-        turning |= {"rope_type": "llama3" if stretch.length else "linear", "factor": stretch.factor}
+        rope |= {"rope_type": "llama3" if stretch.length else "linear", "factor": stretch.factor}
     if stretch is not None and stretch.length:
-        turning |= {
+        rope |= {
             "low_freq_factor": stretch.low,
             "high_freq_factor": stretch.high,
             "original_max_position_embeddings": stretch.length,
@@ -166,7 +166,7 @@ def _as_llama(config: LanguageConfig) -> dict[str, Any]:
         "head_dim": spelled["channels"],
         "intermediate_size": spelled["hidden"],
         "max_position_embeddings": config.context,
-        "rope_parameters": turning,
+        "rope_parameters": rope,
         "rms_norm_eps": config.eps,
         "hidden_act": "silu",
         "attention_bias": config.bias is True,
@@ -175,93 +175,95 @@ def _as_llama(config: LanguageConfig) -> dict[str, Any]:
     }
 
 
-def _check_settings(said: Mapping[str, Any], hint: str = "", **expected: tuple[Any, ...]) -> None:
+def _check_settings(settings: Mapping[str, Any], hint: str = "", **expected: tuple[Any, ...]) -> None:
     """Raise `ValueError` for settings without matching layers."""
-    if unknown := [f"{k}={said[k]!r}" for k, values in expected.items() if k in said and said[k] not in values]:
+    if unknown := [
+        f"{k}={settings[k]!r}" for k, values in expected.items() if k in settings and settings[k] not in values
+    ]:
         raise ValueError(
-            f"LanguageConfig: there are no layers for {', '.join(unknown)}, of a {said['model_type']}.{hint}"
+            f"LanguageConfig: there are no layers for {', '.join(unknown)}, of a {settings['model_type']}.{hint}"
         )
 
 
-def _gpt2(said: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt2(settings: Mapping[str, Any]) -> dict[str, Any]:
     activations = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "geluerf", "relu": "relu"}
     off, on = (False,), (True,)
     _check_settings(
-        said,
+        settings,
         activation_function=tuple(activations),
         scale_attn_weights=on,
         scale_attn_by_inverse_layer_idx=off,
         add_cross_attention=off,
     )
     return {
-        "vocabulary": said["vocab_size"],
-        "width": said["n_embd"],
-        "layers": said["n_layer"],
-        "heads": said["n_head"],
-        "hidden": said.get("n_inner"),
-        "context": said["n_positions"],
-        "eps": said.get("layer_norm_epsilon", 1e-5),
-        "activation": activations[said.get("activation_function", "gelu_new")],
-        "tied": said.get("tie_word_embeddings", True),
+        "vocabulary": settings["vocab_size"],
+        "width": settings["n_embd"],
+        "layers": settings["n_layer"],
+        "heads": settings["n_head"],
+        "hidden": settings.get("n_inner"),
+        "context": settings["n_positions"],
+        "eps": settings.get("layer_norm_epsilon", 1e-5),
+        "activation": activations[settings.get("activation_function", "gelu_new")],
+        "tied": settings.get("tie_word_embeddings", True),
     }
 
 
-def _llama(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    _check_settings(said, hidden_act=("silu",), use_sliding_window=(False,))
-    context = said["max_position_embeddings"]
-    window = said.get("sliding_window")
+def _llama(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    _check_settings(settings, hidden_act=("silu",), use_sliding_window=(False,))
+    context = settings["max_position_embeddings"]
+    window = settings.get("sliding_window")
     if kind == "mistral" and (window or context) < context:
         hint = (
             f" Texts of up to {window} tokens do not need it: pass what `config.json` says, as a dict with "
             f"`sliding_window` None and `max_position_embeddings` {window}."
         )
-        _check_settings(said, hint, sliding_window=(None,))
-    turning = said.get("rope_parameters") or said.get("rope_scaling") or {}
-    has_bias = said.get("attention_bias", False)
+        _check_settings(settings, hint, sliding_window=(None,))
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    has_bias = settings.get("attention_bias", False)
     return {
-        "vocabulary": said["vocab_size"],
-        "width": said["hidden_size"],
-        "layers": said["num_hidden_layers"],
-        "heads": said["num_attention_heads"],
-        "key_heads": said.get("num_key_value_heads"),
-        "channels": said.get("head_dim"),
-        "hidden": said["intermediate_size"],
+        "vocabulary": settings["vocab_size"],
+        "width": settings["hidden_size"],
+        "layers": settings["num_hidden_layers"],
+        "heads": settings["num_attention_heads"],
+        "key_heads": settings.get("num_key_value_heads"),
+        "channels": settings.get("head_dim"),
+        "hidden": settings["intermediate_size"],
         "context": context,
-        "rotary": turning.get("rope_theta", said.get("rope_theta", 10000.0)),
-        "stretch": _stretch(turning),
+        "rotary": rope.get("rope_theta", settings.get("rope_theta", 10000.0)),
+        "stretch": _stretch(rope),
         "norm": "rms",
-        "eps": said["rms_norm_eps"],
+        "eps": settings["rms_norm_eps"],
         "activation": "swiglu",
         "bias": "qkv" if kind == "qwen2" else has_bias,
-        "mlp_bias": said.get("mlp_bias", False),
+        "mlp_bias": settings.get("mlp_bias", False),
         "head_norm": kind == "qwen3",
-        "tied": said.get("tie_word_embeddings", False),
+        "tied": settings.get("tie_word_embeddings", False),
     }
 
 
-def _stretch(turning: Mapping[str, Any]) -> Stretch | None:
+def _stretch(rope: Mapping[str, Any]) -> Stretch | None:
     """Rotary position scaling from file settings."""
-    way = turning.get("rope_type", turning.get("type", "default"))
-    if way == "default":
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
         return None
-    if way == "linear":
-        return Stretch(factor=turning["factor"])
-    if way == "llama3":
+    if kind == "linear":
+        return Stretch(factor=rope["factor"])
+    if kind == "llama3":
         return Stretch(
-            factor=turning["factor"],
-            low=turning["low_freq_factor"],
-            high=turning["high_freq_factor"],
-            length=turning["original_max_position_embeddings"],
+            factor=rope["factor"],
+            low=rope["low_freq_factor"],
+            high=rope["high_freq_factor"],
+            length=rope["original_max_position_embeddings"],
         )
-    raise ValueError(f"LanguageConfig: there are no layers for rotary positions of the type {way!r}.")
+    raise ValueError(f"LanguageConfig: there are no layers for rotary positions of the type {kind!r}.")
 
 
-class _Remembering(TransformerBlock):
+class _CachedBlock(TransformerBlock):
     """A block with key-value cache in the variables `keys` and `values`."""
 
-    def __init__(self, texts: int, room: int, *args: Any) -> None:
+    def __init__(self, texts: int, max_length: int, *args: Any) -> None:
         super().__init__(*args)
-        self.texts, self.room = texts, room
+        self.texts, self.max_length = texts, max_length
 
     # Inputs of its graph are identified by name: `first` and `slot` are tensors, or `None`.
     def build(  # type: ignore[override]
@@ -270,7 +272,7 @@ class _Remembering(TransformerBlock):
         attention = self.attention
         channels = attention.channels or x.shape[-1] // attention.heads
         parallel = TensorParallel.along(attention.tensor, "Attention")
-        shape = (self.texts, parallel.share(attention.key_heads, "`key_heads`"), self.room, channels)
+        shape = (self.texts, parallel.share(attention.key_heads, "`key_heads`"), self.max_length, channels)
         keys, values = (
             self.add_variable_input(
                 name,
@@ -360,7 +362,7 @@ class LanguageModel(Module):
             return x
         return x @ table.T if self.config.tied else self.head(x)
 
-    def _block(self, texts: int, room: int) -> TransformerBlock:
+    def _block(self, texts: int, max_length: int) -> TransformerBlock:
         config = self.config
         attention = Attention(
             config.heads,
@@ -373,8 +375,8 @@ class LanguageModel(Module):
             tensor=self.tensor,
         )
         mlp = MLP(config.hidden, config.activation, config.mlp_bias, self.tensor)
-        parts = (attention, mlp, config.norm, config.eps)
-        return _Remembering(texts, room, *parts) if room else TransformerBlock(*parts)
+        arguments = (attention, mlp, config.norm, config.eps)
+        return _CachedBlock(texts, max_length, *arguments) if max_length else TransformerBlock(*arguments)
 
 
 class NextTokenLoss(Module):

@@ -205,11 +205,11 @@ def _appended(known: popxl.Tensor, new: popxl.Tensor, first: popxl.Tensor, slot:
     return ops.dynamic_update_(known, index.reshape((1,)), new, axes=[2], sizes=[new.shape[2]], no_overlap=True)
 
 
-def _visible_positions(length: int, room: int, first: popxl.Tensor, causal: bool) -> popxl.Tensor:
+def _visible_positions(length: int, max_length: int, first: popxl.Tensor, causal: bool) -> popxl.Tensor:
     """Mask of cache positions visible to rows from `first`: earlier ones, or all read ones without `causal`."""
     last = ops.arange(length).reshape((length, 1)) if causal else popxl.constant(length - 1, popxl.int32)
     last = last + first.astype(popxl.int32).reshape((*first.shape, *[1] * 3 * first.rank))
-    return last >= ops.arange(room).reshape((1, room))
+    return last >= ops.arange(max_length).reshape((1, max_length))
 
 
 def _among(seen: popxl.Tensor, mask: popxl.Tensor | None) -> popxl.Tensor:

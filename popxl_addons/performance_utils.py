@@ -94,9 +94,9 @@ def _by_type(graph: popxl.Graph) -> dict[str, dict[Any, Any]]:
         elif op.op_type in ("Call", "Loop"):
             (called,) = op.called_graphs
             key = f"{op.op_type}_{op.id}({_NUMBER.sub('', called.name)})"
-            turns = op.attributes.get("repeat_count", 1)
+            iterations = op.attributes.get("repeat_count", 1)
             for op_type, counts in _by_type(called).items():
-                breakdown.setdefault(op_type, {})[key] = _times(counts, turns)
+                breakdown.setdefault(op_type, {})[key] = _times(counts, iterations)
     return breakdown
 
 

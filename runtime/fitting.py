@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from popxl.base.choices import VARIABLE, Choices, as_text, choosing, unknown_in_environment
+from popxl.base.choices import VARIABLE, Choices, as_text, override_choices, unknown_in_environment
 from popxl.base.pages import OnPage, Page, Table, bytes_text, seconds_text
 from popxl.errors import PopxlError
 from popxl.ir import Ir
@@ -173,7 +173,7 @@ def _figures(program: CompiledProgram) -> _MachineFigures | None:
 def _tried(
     compiled: Callable[[], CompiledTrial], taken: Mapping[str, Any]
 ) -> tuple[Choices, tuple[Tried, _MachineFigures | None]]:
-    with choosing(taken) as choices:
+    with override_choices(taken) as choices:
         programs, problem = compiled()
     if not programs and not problem:
         with_these = f" with {as_text(choices.selections())}" if choices.options else ""

@@ -16,7 +16,7 @@ from typing import Any
 
 from popxl.analysis.checking import check, report_data
 from popxl.analysis.memory import Memory
-from popxl.base.choices import choosing
+from popxl.base.choices import override_choices
 from popxl.base.container import is_packed
 from popxl.base.memory_requests import MemoryRequest, requesting_memory
 from popxl.base.pages import OnPage
@@ -184,7 +184,7 @@ def _compared_run(file: Path, arguments: Sequence[str], alone: Sequence[str], nu
 def _irs_built(file: Path, arguments: Sequence[str], taken: dict[str, Any]) -> list[Ir]:
     """The Irs that a program builds with these choices; what it prints is left out."""
     irs: dict[Ir, None] = {}
-    with choosing(taken), watched(WatchingMachine(LayoutMachine()), irs), redirect_stdout(StringIO()):
+    with override_choices(taken), watched(WatchingMachine(LayoutMachine()), irs), redirect_stdout(StringIO()):
         _, code = run_file(file, arguments)
     if code:
         raise PopxlError(f"{file} ended with the exit code {code}.")

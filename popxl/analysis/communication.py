@@ -185,7 +185,7 @@ def communication_of(ir: Ir, recorder: type[ExchangeRecorder] | None = None) -> 
     return Communication(name=repr(ir), replicas=ir.replication_factor, collectives=tuple(found), copies=tuple(copies))
 
 
-def _copied(op: Op, turns: int, graph: str) -> Iterator[IpuCopy]:
+def _copied(op: Op, executions: int, graph: str) -> Iterator[IpuCopy]:
     """Tensors that an op copies to another IPU."""
     if op.op_type == "IpuCopy" and op.attributes["destination"] != op.attributes["source"]:
         (t,) = op.inputs
@@ -194,7 +194,7 @@ def _copied(op: Op, turns: int, graph: str) -> Iterator[IpuCopy]:
             bytes=size_in_bytes(t),
             source=op.attributes["source"],
             destination=op.attributes["destination"],
-            turns=turns,
+            turns=executions,
             line=str(op.source),
             graph=graph,
         )

@@ -51,9 +51,9 @@ def warn_of_unused_transfers(ir: Ir) -> None:
 
     The warning names the first line that uses the stream.
 
-    Host arrays have room for the transfers of the stream with the most. So a stream that is loaded from less often than
-    others gets more feeds than it needs, which is harmless; but missing stores leave zeros that look like results. A
-    stream with its own number of transfers is checked in both directions.
+    Host arrays have slots for the transfers of the stream with the most. So a stream with fewer loads than others gets
+    more feeds than it needs, which is harmless; but missing stores leave zeros that look like results. A stream with
+    its own number of transfers is checked in both directions.
     """
     main = ir.main_graph
     counts = transfers_of(main)
@@ -64,21 +64,21 @@ def warn_of_unused_transfers(ir: Ir) -> None:
             users.setdefault(op.attributes["stream"], op)
     for stream, count in counts.items():
         is_output, is_own = isinstance(stream, DeviceToHostStream), stream.has_own_transfers
-        room = stream.num_host_transfers
-        if count >= room or not (is_output or is_own) and needed >= room:
+        capacity = stream.num_host_transfers
+        if count >= capacity or not (is_output or is_own) and needed >= capacity:
             continue
-        left, what, verb = room - count, *(("slot", "written") if is_output else ("value", "read"))
+        left, what, verb = capacity - count, *(("slot", "written") if is_output else ("value", "read"))
         remedy = f" Those from number {count} on are no results." if is_output else ""
         if is_own and count:
             remedy = f" Make it with `num_host_transfers={count}`."
-        elif 0 < needed < room:
+        elif 0 < needed < capacity:
             remedy = f" Set `ir.num_host_transfers` to {needed}."
         elif is_output and count:
             remedy += f" Give the stream a number of its own: `popxl.d2h_stream(..., num_host_transfers={count})`."
         setting = "its own `num_host_transfers`" if is_own else "`ir.num_host_transfers`"
         message = (
             f"Session: a run {'stores to' if is_output else 'loads from'} {stream} {_times(count)}, and "
-            f"{setting} is {room}: {left} {what}{'s' * (left > 1)} of its host array "
+            f"{setting} is {capacity}: {left} {what}{'s' * (left > 1)} of its host array "
             f"{'are' if left > 1 else 'is'} never {verb}.{remedy}"
         )
         warn_at(users[stream].source, message, UnusedTransferWarning)

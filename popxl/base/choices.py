@@ -20,27 +20,27 @@ class Choices:
     """Open choices of a program, with their selected values.
 
     Attributes:
-        taken: values that the program gets, by name; for other names, the value from the environment, or the first
-            option.
+        overrides: values by name that replace the environment's and the default, which is the first option.
         options: options of each choice, by name; known once the program asks.
-        work: the names of choices that say how much a run does.
+        work: names of choices that scale the work of a run.
+        fixed: values from the environment, by name.
     """
 
-    taken: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     options: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     work: set[str] = field(default_factory=set)
     fixed: dict[str, Any] = field(default_factory=dict)
 
     def selections(self) -> dict[str, Any]:
         """Selected value of each requested choice."""
-        known = {**self.fixed, **self.taken}
+        known = {**self.fixed, **self.overrides}
         return {name: known.get(name, options[0]) for name, options in self.options.items()}
 
 
 _choices: ContextVar[Choices | None] = ContextVar("choices", default=None)
 
 _asked: dict[str, tuple[Any, ...]] = {}
-"""What programs of this process could choose from, where nobody but the environment chooses."""
+"""Options of each choice that was made without overrides in this process."""
 
 
 def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
@@ -81,13 +81,13 @@ def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
         )
     if is_work:
         choices.work.add(name)
-    if name in choices.taken:
-        if choices.taken[name] not in values:
+    if name in choices.overrides:
+        if choices.overrides[name] not in values:
             raise ValueError(
-                f"choice: {name!r} has the options {values} here, and had {choices.taken[name]!r} among them when the "
-                "program was run with the same choices before. Let options depend on other choices only."
+                f"choice: {name!r} has the options {values} here, and had {choices.overrides[name]!r} among them when "
+                "the program was run with the same choices before. Let options depend on other choices only."
             )
-        return choices.taken[name]
+        return choices.overrides[name]
     if _choices.get() is None:
         _asked[name] = values
     wanted = _from_environment().get(name)
@@ -116,20 +116,20 @@ def unknown_in_environment(asked: Mapping[str, Sequence[Any]]) -> str:
     return f"{VARIABLE} says {as_text(unknown)}, and the program has not asked for that. Its choices are {known}."
 
 
-def as_text(taken: Mapping[str, Any]) -> str:
+def as_text(values: Mapping[str, Any]) -> str:
     """Format choice values for the environment variable.
 
     Example:
         >>> as_text({"micro_batch": 8, "mesh": (2, 4)})
         "micro_batch=8 'mesh=(2, 4)'"
     """
-    return " ".join(shlex.quote(f"{name}={value}") for name, value in taken.items())
+    return " ".join(shlex.quote(f"{name}={value}") for name, value in values.items())
 
 
 @contextmanager
-def choosing(taken: Mapping[str, Any]) -> Iterator[Choices]:
-    """Have `choice` give these values while a block lasts. Gives what is known of the choices in the end."""
-    choices = Choices(taken)
+def override_choices(overrides: Mapping[str, Any]) -> Iterator[Choices]:
+    """Override the values of `choice` within a block. The result collects the options of all requested choices."""
+    choices = Choices(overrides)
     token = _choices.set(choices)
     try:
         yield choices

@@ -151,7 +151,7 @@ class Op:
         (run,) = self.runs
         inner = run.outputs[self.outputs.index(t)].origin
         inside = inner.location if inner.producer is None else inner.producer.actual_location(inner)
-        return inside if self._goes_to(inside) else self.location
+        return inside if self._relocates_to(inside) else self.location
 
     def has_certain_location(self, t: Tensor) -> bool:
         """Whether a result's ops are where this op is: a called graph may have been built on another IPU."""
@@ -181,7 +181,7 @@ class Op:
         }
         return tuple(t in elsewhere for t in self.inputs)
 
-    def _goes_to(self, place: Location) -> bool:
+    def _relocates_to(self, place: Location) -> bool:
         """Test whether this op calls or loops a multi-IPU graph that includes a location's IPU."""
         if place[0] in (None, self.ipu):
             return False

@@ -350,15 +350,15 @@ class Composite(Trait):
 class Runs(Trait):
     """The op runs graphs. Operands may be anywhere.
 
-    An op that runs one graph is a *call*, or a *loop* if `turns` is given. An op that runs several *chooses* one: the
-    graphs are a true and a false one, the first operand is the condition, followed by the inputs of each graph.
+    An op that runs one graph is a *call*, or a *loop* if `iterations` is given. An op that runs several *chooses* one:
+    the graphs are a true and a false one, the first operand is the condition, followed by the inputs of each graph.
 
     Attributes:
         graphs: names of the attributes that hold the graphs.
         returns: outputs of a graph that matter if these tensors of the op's own graph do.
         gains: if given, the op gains a result for each output that its graph gains later: the function computes the
             spec of the result from the output's spec and the op's attributes.
-        turns: name of the attribute with the number of iterations.
+        iterations: name of the attribute with the number of iterations.
         backwards: name of the attribute, if any, that says whether the iteration counter counts down.
         carried: name of the attribute with the number of outputs that become inputs of the next iteration.
         sought: tensors of a graph whose gradients the gradient of the op computes; by default, its inputs.
@@ -369,7 +369,7 @@ class Runs(Trait):
     graphs: tuple[str, ...]
     returns: Callable[[Op, Graph, AbstractSet[Tensor]], Iterable[Tensor]]
     gains: Callable[[TensorSpec, Mapping[str, Any]], TensorSpec] | None = None
-    turns: str = ""
+    iterations: str = ""
     backwards: str = ""
     carried: str = ""
     sought: Callable[[Graph], Sequence[Tensor]] = lambda graph: graph.inputs
@@ -377,9 +377,9 @@ class Runs(Trait):
     own_outputs: int = 0
 
     def check(self, kind: OpKind) -> None:
-        if len(self.graphs) not in (1, 2) or (self.turns and len(self.graphs) != 1):
+        if len(self.graphs) not in (1, 2) or (self.iterations and len(self.graphs) != 1):
             raise TypeError(f"OpKind: {kind.name} runs one graph, or chooses among two; got {self.graphs}.")
-        for name in (*self.graphs, *filter(None, (self.turns, self.carried))):
+        for name in (*self.graphs, *filter(None, (self.iterations, self.carried))):
             kind.check_attribute(name, "runs graphs by")
 
     @property
@@ -390,7 +390,7 @@ class Runs(Trait):
     @property
     def is_loop(self) -> bool:
         """Whether the graph is a loop body."""
-        return bool(self.turns)
+        return bool(self.iterations)
 
     @property
     def is_call(self) -> bool:
@@ -448,7 +448,7 @@ class Run:
     @property
     def iterations(self) -> int:
         """How often the graph runs."""
-        return self.op.attributes[self.trait.turns] if self.trait.turns else 1
+        return self.op.attributes[self.trait.iterations] if self.trait.iterations else 1
 
     @property
     def numbers(self) -> range:

@@ -64,14 +64,14 @@ def remote_load(remote_buffer: RemoteBuffer, offset: int | Tensor, name: str | N
     """
     number = _offset("remote_load", remote_buffer, offset)
     name = name or f"id_{remote_buffer.remote_buffer_id}_offset_{number.name}"
-    room = init(
+    destination = init(
         remote_buffer.tensor_shape,
         remote_buffer.tensor_dtype,
         f"{name}_remote_load",
         "undef",
         remote_buffer.meta_shape,
     )
-    return remote_load_kind(room, number, buffer=remote_buffer, results=(f"{name}_remote_loaded",))
+    return remote_load_kind(destination, number, buffer=remote_buffer, results=(f"{name}_remote_loaded",))
 
 
 def remote_load_(remote_buffer: RemoteBuffer, offset: int | Tensor, t: Tensor) -> Tensor:

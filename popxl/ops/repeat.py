@@ -84,7 +84,7 @@ def _carried_specs(
 
 
 def _stacked(spec: TensorSpec, attributes: Mapping[str, Any]) -> TensorSpec:
-    """Outputs that the wrapper gains are not carried: the loop returns those of all turns, stacked."""
+    """Outputs that the wrapper gains are not carried: the loop returns those of all iterations, stacked."""
     return TensorSpec((attributes["repeat_count"], *spec.shape), spec.dtype)
 
 
@@ -230,7 +230,7 @@ loop_kind: OpKind = OpKind(
             ("graph",),
             returns=_that_matter,
             gains=_stacked,
-            turns="repeat_count",
+            iterations="repeat_count",
             backwards="backwards",
             carried="carried",
             sought=_sought,

@@ -62,7 +62,7 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     - A function that you have jitted is a graph of its own within the Ir, and is called wherever `fn` calls it; so a
       jitted layer that is applied a hundred times is one graph with a hundred calls. Jitted functions of JAX itself are
       written out.
-    - `scan`, `fori_loop` and a `while_loop` whose number of turns is known are loops, `cond` and `switch` conditionals.
+    - `scan`, `fori_loop` and a `while_loop` with a known trip count are loops, `cond` and `switch` conditionals.
     - A function with its own derivative (`jax.custom_jvp`, `jax.custom_vjp`, and so `jax.nn.relu`) is a graph that is
       differentiated by its rule.
     - `jax.checkpoint` is a graph that its gradient graph recomputes, except for the values that the policy saves,

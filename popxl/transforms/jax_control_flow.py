@@ -75,15 +75,15 @@ def _number(operand: Any, read: Read) -> np.ndarray | None:
 
 
 def _convert_while(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
-    turns = of_jax.iteration_count(equation, lambda operand: _number(operand, read))
-    assert turns is not None
-    return _loop(recorder, of_jax.while_loop(equation, turns), read)
+    iterations = of_jax.iteration_count(equation, lambda operand: _number(operand, read))
+    assert iterations is not None
+    return _loop(recorder, of_jax.while_loop(equation, iterations), read)
 
 
 def _loop(recorder: Recorder, loop: of_jax.Loop, read: Read) -> Sequence[Tensor]:
     operands = tuple(map(read, loop.operands))
     body = recorder.graph_of(loop.body)
-    return loop_over(body, loop.turns, operands, loop.carried, loop.rows, loop.backwards).outputs
+    return loop_over(body, loop.iterations, operands, loop.carried, loop.rows, loop.backwards).outputs
 
 
 # Branches ------------------------------------------------------------------------------------------------------------

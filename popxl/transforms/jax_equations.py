@@ -127,7 +127,7 @@ def closed(body: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop with a known number of turns.
+    """A loop with a known number of iterations.
 
     Attributes:
         body: jaxpr from the carried values, then the loop invariants, then rows, to the carried values, then the
@@ -138,7 +138,7 @@ class Loop:
 
     body: ClosedJaxpr
     operands: Sequence[Any]
-    turns: int
+    iterations: int
     carried: int
     rows: int = 0
     backwards: bool = False
@@ -166,12 +166,12 @@ def _rank(value: Any) -> int:
     return len(value.aval.shape)
 
 
-def while_loop(equation: JaxprEqn, turns: int) -> Loop:
+def while_loop(equation: JaxprEqn, iterations: int) -> Loop:
     """Convert a `while` with a known trip count to a loop."""
     of_condition, same = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     body, operands = equation.params["body_jaxpr"], equation.invars[of_condition:]
     carried = len(operands) - same
-    return Loop(_reordered(body, same, carried), _swapped(operands, same, carried), turns, carried)
+    return Loop(_reordered(body, same, carried), _swapped(operands, same, carried), iterations, carried)
 
 
 def _swapped(values: Sequence[Any], first: int, second: int) -> list[Any]:
@@ -184,8 +184,8 @@ def _reordered(body: ClosedJaxpr, same: int, carried: int) -> ClosedJaxpr:
     return _with_arguments(body, lambda values: _swapped(values, same, carried))
 
 
-MOST_TURNS = 2**14
-"""Turns of a `while` are counted so far when a graph is built."""
+MAX_ITERATIONS = 2**14
+"""Maximum number of iterations of a `while` that are counted when a graph is built."""
 
 _COUNTING: dict[str, Callable[..., Any]] = {
     "add": np.add,
@@ -206,7 +206,7 @@ _COUNTING: dict[str, Callable[..., Any]] = {
     "shift_right_arithmetic": np.right_shift,
     "shift_left": np.left_shift,
 }
-"""What counters are computed by."""
+"""NumPy functions of the primitives that compute counters."""
 
 
 def iteration_count(equation: JaxprEqn, known: Callable[[Any], np.ndarray | None]) -> int | None:
@@ -222,12 +222,12 @@ def iteration_count(equation: JaxprEqn, known: Callable[[Any], np.ndarray | None
     fixed_condition, fixed_body = values[:of_condition], values[of_condition : of_condition + of_body]
     state = values[of_condition + of_body :]
     with np.errstate(over="ignore"):  # integers wrap
-        for turns in range(MOST_TURNS + 1):
+        for iterations in range(MAX_ITERATIONS + 1):
             (goes_on,) = _fold_counters(condition, [*fixed_condition, *state])
             if goes_on is None:
                 return None
             if not goes_on:
-                return turns
+                return iterations
             state = _fold_counters(body, [*fixed_body, *state])
     return None
 

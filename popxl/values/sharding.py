@@ -98,11 +98,11 @@ class ShardLayout:
         return found
 
     @property
-    def without_room(self) -> list[tuple[int, int]]:
+    def unstored_ranges(self) -> list[tuple[int, int]]:
         """Elements of concatenated host values without storage on any replica."""
-        room = (self.count or 1) * self.length
-        starts = (group * self.size for group in range(self.grouping.num_groups if room < self.size else 0))
-        return [(start + room, start + self.size) for start in starts]
+        stored = (self.count or 1) * self.length
+        starts = (group * self.size for group in range(self.grouping.num_groups if stored < self.size else 0))
+        return [(start + stored, start + self.size) for start in starts]
 
     def _families(self) -> list[tuple[list[int], int]]:
         """Holders of the shards of one value for each replica, with its position among them."""

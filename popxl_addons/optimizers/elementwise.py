@@ -14,10 +14,10 @@ _ELEMENTWISE = frozenset(
     "round nextafter clamp add_any eq ne lt le gt ge and or xor not is_finite select_n convert_element_type "
     "reduce_precision copy copy_p stop_gradient real imag conj complex".split()
 )
-"""JAX's primitives that make each element of their result of the elements in its place."""
+"""Elementwise primitives of JAX."""
 
 
-def combining(function: Callable[..., Any], *args: Any) -> list[str]:
+def non_elementwise_primitives(function: Callable[..., Any], *args: Any) -> list[str]:
     """Primitives that may combine elements, such as sums and matrix products, found by tracing.
 
     Args:
@@ -25,24 +25,26 @@ def combining(function: Callable[..., Any], *args: Any) -> list[str]:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> combining(lambda x: jnp.exp(x) * 2, jnp.ones(3)), combining(lambda x: x / jnp.sum(x), jnp.ones(3))
-        ([], ['reduce_sum'])
+        >>> non_elementwise_primitives(lambda x: jnp.exp(x) * 2, jnp.ones(3))
+        []
+        >>> non_elementwise_primitives(lambda x: x / jnp.sum(x), jnp.ones(3))
+        ['reduce_sum']
     """
-    return sorted(set(_combining(jax.make_jaxpr(function)(*args).jaxpr)))
+    return sorted(set(_non_elementwise(jax.make_jaxpr(function)(*args).jaxpr)))
 
 
-def _combining(jaxpr: Any) -> Iterator[str]:
+def _non_elementwise(jaxpr: Any) -> Iterator[str]:
     for equation in jaxpr.eqns:
         inner = [*jaxprs_in_params(equation.params)]
         if inner:
             for each in inner:
-                yield from _combining(each)
+                yield from _non_elementwise(each)
         elif equation.primitive.name not in _ELEMENTWISE and not _keeps_shapes(equation):
             yield equation.primitive.name
 
 
 def _keeps_shapes(equation: Any) -> bool:
-    """Whether nothing but numbers without dimensions is taken in, or the shape becomes what it is already."""
+    """Whether all operands are scalars, or a shape op leaves the shape unchanged."""
     shapes = [value.aval.shape for value in equation.invars]
     if equation.primitive.name in ("broadcast_in_dim", "reshape", "squeeze"):
         return all(shape in ((), equation.outvars[0].aval.shape) for shape in shapes)

@@ -24,7 +24,7 @@ from popxl.extend.ops import ELEMENTWISE, adam_direction
 from popxl.op import BetweenReplicas, OpKind, ShardingRule, Trait
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.optimizers.arguments import check_floating, numbers, weight_decays
-from popxl_addons.optimizers.means import Means, MeansOverGroups, MeansOverPieces, Within
+from popxl_addons.optimizers.means import Means, MeansOverGroups, ShardedMeans, SubGroup
 from popxl_addons.optimizers.steps import Rate, Scale, Step, Tensors, formula_op, update_all
 
 
@@ -233,7 +233,7 @@ def _adafactor_formula(
 def _adafactor_in_pieces(
     *arrays: Array, group: Group, whole: tuple[int, ...], pieces: int, **numbers: float
 ) -> tuple[Array, ...]:
-    return _adafactor_formula(*arrays, means=MeansOverPieces(group, whole, pieces), **numbers)
+    return _adafactor_formula(*arrays, means=ShardedMeans(group, whole, pieces), **numbers)
 
 
 def _adafactor_in_groups(
@@ -246,7 +246,7 @@ def _adafactor_in_groups(
     **numbers: float,
 ) -> tuple[Array, ...]:
     """Adafactor over replica groups: `group` spans all replicas, `holders` the shards of one group value."""
-    own = Means() if holders is None else MeansOverPieces(Within(group, *holders), whole, pieces)
+    own = Means() if holders is None else ShardedMeans(SubGroup(group, *holders), whole, pieces)
     return _adafactor_formula(*arrays, means=MeansOverGroups(own, group, axis), **numbers)
 
 

@@ -36,55 +36,59 @@ class Means:
         return whole
 
 
-class MeansOverPieces(Means):
+class ShardedMeans(Means):
     """Means over sharded arrays; shards are flat, zero-padded at the end.
 
     A shard is aligned to rows of the whole array, padded with zeros before its first and after its last element. Sums
     over rows and columns are then dense, and replicas exchange arrays of the size of the means.
 
     Args:
-        pieces: number of shards: member `i` of the group holds shard `i % pieces`.
+        group: the members that hold the shards.
+        shape: shape of the whole array.
+        num_shards: number of shards: member `i` of the group holds shard `i % num_shards`.
     """
 
-    def __init__(self, group: Group, whole: tuple[int, ...], pieces: int) -> None:
-        self.group, self.whole, self.pieces = group, whole, pieces
-        self.length = shard_length(whole, pieces)
+    def __init__(self, group: Group, shape: tuple[int, ...], num_shards: int) -> None:
+        self.group, self.shape, self.num_shards = group, shape, num_shards
+        self.length = shard_length(shape, num_shards)
 
     def global_mean(self, t: Array) -> Array:
-        return self._total(t.sum()) / math.prod(self.whole)
+        return self._total(t.sum()) / math.prod(self.shape)
 
     def of_rows(self, t: Array) -> Array:
         lines, first = self._lines(t)
-        count = math.prod(self.whole[:-1])
+        count = math.prod(self.shape[:-1])
         sums = lax.dynamic_update_slice(jnp.zeros(count + len(lines), t.dtype), lines.sum(1), (first,))
-        return self._total(sums[:count]).reshape(*self.whole[:-1], 1) / self.whole[-1]
+        return self._total(sums[:count]).reshape(*self.shape[:-1], 1) / self.shape[-1]
 
     def of_columns(self, t: Array) -> Array:
         lines, first = self._lines(t)
-        *batch, rows, columns = self.whole
+        *batch, rows, columns = self.shape
         matrix = (first + jnp.arange(len(lines))) // rows  # of each line; surplus lines are zeros
         sums = lines.sum(0) if not batch else jax.ops.segment_sum(lines, matrix, math.prod(batch))
         return self._total(sums).reshape(*batch, 1, columns) / rows
 
     def own_shard(self, whole: Array) -> Array:
-        flat = jnp.pad(whole.reshape(-1), (0, self.pieces * self.length - whole.size))
+        flat = jnp.pad(whole.reshape(-1), (0, self.num_shards * self.length - whole.size))
         return lax.dynamic_slice(flat, (self._start,), (self.length,))
 
     @property
     def _start(self) -> Array:
         """Offset of the own shard."""
-        return self.group.rank % self.pieces * self.length
+        return self.group.rank % self.num_shards * self.length
 
     def _lines(self, t: Array) -> tuple[Array, Array]:
         """The own shard in lines, with the first line's row number."""
-        columns = self.whole[-1]
+        columns = self.shape[-1]
         count = -(-self.length // columns) + 1
-        first, place = self._start // columns, self._start % columns
-        return lax.dynamic_update_slice(jnp.zeros(count * columns, t.dtype), t, (place,)).reshape(count, columns), first
+        first, offset = self._start // columns, self._start % columns
+        return lax.dynamic_update_slice(jnp.zeros(count * columns, t.dtype), t, (offset,)).reshape(
+            count, columns
+        ), first
 
     def _total(self, t: Array) -> Array:
         """Sum over all shards, of which several members may hold copies."""
-        return self.group.combined(t, "add") * (self.pieces / self.group.size)
+        return self.group.combined(t, "add") * (self.num_shards / self.group.size)
 
 
 class MeansOverGroups(Means):
@@ -97,45 +101,45 @@ class MeansOverGroups(Means):
         axis: the axis, counted from the end: -1 divides rows, and -2 columns.
     """
 
-    def __init__(self, own: Means, everyone: Group, axis: int) -> None:
-        self.own, self.everyone, self.axis = own, everyone, axis
+    def __init__(self, shard_means: Means, all_replicas: Group, axis: int) -> None:
+        self.shard_means, self.all_replicas, self.axis = shard_means, all_replicas, axis
 
     def global_mean(self, t: Array) -> Array:
-        return self._mean(self.own.global_mean(t))
+        return self._mean(self.shard_means.global_mean(t))
 
     def of_rows(self, t: Array) -> Array:
-        rows = self.own.of_rows(t)
+        rows = self.shard_means.of_rows(t)
         return self._mean(rows) if self.axis == -1 else rows
 
     def of_columns(self, t: Array) -> Array:
-        columns = self.own.of_columns(t)
+        columns = self.shard_means.of_columns(t)
         return self._mean(columns) if self.axis == -2 else columns
 
     def over_rows(self, rows: Array) -> Array:
-        mean = self.own.over_rows(rows)
+        mean = self.shard_means.over_rows(rows)
         return self._mean(mean) if self.axis == -2 else mean
 
     def own_shard(self, whole: Array) -> Array:
-        return self.own.own_shard(whole)
+        return self.shard_means.own_shard(whole)
 
     def _mean(self, t: Array) -> Array:
-        return self.everyone.combined(t, "add") / self.everyone.size
+        return self.all_replicas.combined(t, "add") / self.all_replicas.size
 
 
-class Within(Group):
-    """A subgroup for an op over all replicas; values of all replicas are gathered."""
+class SubGroup(Group):
+    """A subgroup of an op over all replicas; values of all replicas are gathered."""
 
-    def __init__(self, everyone: Group, stride: int, size: int) -> None:
-        super().__init__(everyone.count, stride, size)
-        self.everyone = everyone
+    def __init__(self, all_replicas: Group, stride: int, size: int) -> None:
+        super().__init__(all_replicas.count, stride, size)
+        self.all_replicas = all_replicas
 
     @property
     def rank(self) -> Array:
-        return self.everyone.rank // self.stride % self.size
+        return self.all_replicas.rank // self.stride % self.size
 
     def members(self, t: Array) -> Array:
-        first = self.everyone.rank - self.rank * self.stride
-        return self.everyone.members(t)[first + self.stride * jnp.arange(self.size)]
+        first = self.all_replicas.rank - self.rank * self.stride
+        return self.all_replicas.members(t)[first + self.stride * jnp.arange(self.size)]
 
     def combined(self, t: Array, op: str) -> Array:
         return OP_MAP[op]([*self.members(t)])

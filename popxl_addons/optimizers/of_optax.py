@@ -17,7 +17,7 @@ from popxl.extend.kernels import Array
 from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.op import Colocated, OpKind, Overwrites
 from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.optimizers.elementwise import combining
+from popxl_addons.optimizers.elementwise import non_elementwise_primitives
 from popxl_addons.optimizers.steps import Scale, Step, Tensors, Trained, select_if_finite
 from popxl_addons.variable_factory import VariableFactory
 
@@ -98,7 +98,9 @@ def _optax_step(
 def _warn_of_parts(trained: Iterable[Trained], steps: _OptaxSteps, whole_specs: Mapping[str, Any]) -> None:
     """Warn about updates combining elements that replicas hold in parts."""
     divided = [each.name for each in trained if each.tensor.meta_shape or each.grouping.num_groups > 1]
-    if divided and (combined_by := combining(steps.update, whole_specs, steps.first, whole_specs, *steps.values)):
+    if divided and (
+        combined_by := non_elementwise_primitives(steps.update, whole_specs, steps.first, whole_specs, *steps.values)
+    ):
         warn_at(
             SourceLocation.of(user_frame()),
             f"from_optax: the transformation combines elements of arrays ({', '.join(combined_by)}), and each replica "

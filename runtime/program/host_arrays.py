@@ -208,10 +208,10 @@ class HostArrays:
     ) -> None:
         """Copy results of a run into arrays. Unused transfer slots stay unchanged."""
         for s in self._layout.outputs:
-            room = (self._layout.capacity[s], self._layout.replicas.local_count, *s.shape)
+            shape = (self._layout.capacity[s], self._layout.replicas.local_count, *s.shape)
             used = self._layout.counts[s]
-            array = arrays[s][: room[0]] if room[0] > 1 else arrays[s]
-            np.copyto(array.reshape(room)[:used], results[s].reshape(room)[:used])
+            array = arrays[s][: shape[0]] if shape[0] > 1 else arrays[s]
+            np.copyto(array.reshape(shape)[:used], results[s].reshape(shape)[:used])
 
 
 def too_many_transfers(layout: Layout, stream: Stream) -> PopxlRuntimeError:

@@ -235,7 +235,7 @@ def saved_parts(
             parts[v] = []
             continue
         shards = shard_layout(v)
-        wanted = [*(shards.without_room if own[0] == 0 else ())]
+        wanted = [*(shards.unstored_ranges if own[0] == 0 else ())]
         if v not in parts:
             wanted += [each for replica, each in shards.first_holders.items() if replica in own]
         parts.setdefault(v, []).extend((start, _host_elements(v, start, stop)) for start, stop in wanted)

@@ -12,7 +12,7 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.__main__ import main
-from popxl.base.choices import as_text, choosing
+from popxl.base.choices import as_text, override_choices
 from popxl.errors import PopxlError
 from runtime.costs.memory import least_memory_of, memory_of_program
 from runtime.fitting import CompiledTrial, Fit, Tried, fit
@@ -46,7 +46,7 @@ def test_a_program_gets_the_first_option(monkeypatch: pytest.MonkeyPatch) -> Non
     )  # nobody compares outside of `fit`
     monkeypatch.setenv("POPXL_CHOICES", "rows=8 layers=None")
     assert popxl.choice("rows", (4, 8)) == 8 and popxl.choice("layers", [2, None]) is None
-    with choosing({"rows": 4}) as choices:
+    with override_choices({"rows": 4}) as choices:
         assert (popxl.choice("rows", [8, 4], is_work=True), popxl.choice("layers", [None, 3])) == (4, None)
     assert choices.selections() == {"rows": 4, "layers": None} and choices.work == {"rows"}
 
@@ -92,7 +92,7 @@ def test_a_name_that_the_program_has_not_asked_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_name_has_the_same_options_everywhere() -> None:
-    with choosing({}), pytest.raises(ValueError, match=r"the options \(2, 1\) here, and had \(1, 2\) before"):
+    with override_choices({}), pytest.raises(ValueError, match=r"the options \(2, 1\) here, and had \(1, 2\) before"):
         popxl.choice("rows", [1, 2])
         popxl.choice("rows", [2, 1])
 

@@ -110,7 +110,7 @@ def test_each_element_has_one_first_holder(size, members, room):
                 found[start:stop] = rows[replica][: stop - start]
                 for element in values[start:stop]:
                     assert replica == min(r for r, row in enumerate(rows) if element in row)
-            for start, stop in parts.without_room:
+            for start, stop in parts.unstored_ranges:
                 assert not found[start:stop].any() and not np.isin(values[start:stop], rows).any()
                 found[start:stop] = values[start:stop]
             np.testing.assert_array_equal(found, values)

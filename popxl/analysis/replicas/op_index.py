@@ -57,7 +57,7 @@ def index_ops(main: Graph) -> ProgramOps:
                 continue
             if kind.runs is not None:
                 index.calls.append(op)
-                if not kind.runs.is_loop or op.attributes[kind.runs.turns]:
+                if not kind.runs.is_loop or op.attributes[kind.runs.iterations]:
                     called |= dict.fromkeys(op.called_graphs)
             elif kind.between_replicas:
                 index.collectives.append(op)

@@ -70,9 +70,9 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: S
 
     # A convolution of `t` with `g` in place of the kernel: it sums over the batch in place of channels.
     grouped = t.reshape(batch, groups, depth, *sizes)
-    turned = grouped.transpose(2, 1, 0, *range(3, grouped.ndim)).reshape(depth, groups * batch, *sizes)
+    swapped = grouped.transpose(2, 1, 0, *range(3, grouped.ndim)).reshape(depth, groups * batch, *sizes)
     over = [under_places(w, k) for w, k in zip(windows, kernel, strict=True)]
-    return convolved(name, turned, g.swapaxes(0, 1), over, groups).swapaxes(0, 1)
+    return convolved(name, swapped, g.swapaxes(0, 1), over, groups).swapaxes(0, 1)
 
 
 def under_places(w: Windows, count: int) -> Windows:

@@ -83,8 +83,8 @@ def _apply_rope(t: Any, sin: Any, cos: Any, *, rotary_dim: int) -> Any:
     t, sin, cos = map(widen, (t, sin, cos))
     sin, cos = sin[..., None, :, None], cos[..., None, :, None]  # the same for all heads
     pairs = t[..., :rotary_dim].reshape(*t.shape[:-1], rotary_dim // 2, 2)
-    turned = _product(pairs, cos) + _product(pairs[..., ::-1], jnp.concatenate([-sin, sin], axis=-1))
-    return jnp.concatenate([turned.reshape(*t.shape[:-1], rotary_dim), t[..., rotary_dim:]], axis=-1)
+    rotated = _product(pairs, cos) + _product(pairs[..., ::-1], jnp.concatenate([-sin, sin], axis=-1))
+    return jnp.concatenate([rotated.reshape(*t.shape[:-1], rotary_dim), t[..., rotary_dim:]], axis=-1)
 
 
 def _product(x: Any, y: Any) -> Any:

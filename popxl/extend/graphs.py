@@ -12,7 +12,7 @@ Example:
 from popxl.analysis.estimate import estimate_of
 from popxl.analysis.flops import Flops, own_flops
 from popxl.analysis.placement import Readers, reading_ipus
-from popxl.base.liveness import last_uses
+from popxl.base.liveness import last_uses, live_ranges
 from popxl.core.aliasing import has_effect, reachable, storages, through_calls, written_inputs
 from popxl.core.binding import is_input
 from popxl.core.printing import schedule
@@ -36,6 +36,7 @@ __all__ = [
     "is_input",
     "last_uses",
     "leading_to",
+    "live_ranges",
     "final_ipu",
     "loop_kind",
     "own_flops",

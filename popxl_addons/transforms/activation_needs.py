@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import popxl
 from popxl.extend.collectives import exchanges_of
-from popxl.extend.graphs import Flops, is_attention, is_call, own_flops
+from popxl.extend.graphs import Flops, is_attention, is_call, live_ranges, own_flops
 from popxl.extend.memory import GraphNeeds, OpNeeds, ReplicaExchange
 from popxl.transforms import GradGraphInfo
 from popxl_addons.transforms.call_groups import calls_in
@@ -173,11 +173,9 @@ def _nbytes(t: popxl.Tensor) -> int:
 
 
 def _spans(graph: popxl.Graph) -> dict[popxl.Tensor, tuple[int, int]]:
-    """Live range of each tensor of a graph, as indices of its first and last op."""
-    spans = dict[popxl.Tensor, tuple[int, int]]()
-    for number, op in enumerate(graph.ops):
-        for t in (*op.inputs, *op.outputs):
-            spans[t] = (spans[t][0] if t in spans else number, number)
+    """Live range of each tensor of a graph, as indices of its first and last op: inputs from their first use on."""
+    uses = live_ranges(((), (*op.inputs, *op.outputs)) for op in graph.ops)
+    spans = {t: (ranges[0].first, ranges[-1].last) for t, ranges in uses.items()}
     end = max(len(graph.ops) - 1, 0)
     for t in graph.outputs:
         spans[t] = (spans[t][0] if t in spans else 0, end)

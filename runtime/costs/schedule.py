@@ -102,7 +102,11 @@ def _arguments(parameter: Instruction) -> list[Buffer]:
 
 
 class _Walk:
-    """Walk through the computations of a module in execution order."""
+    """Walk through the computations of a module in execution order.
+
+    Live ranges grow during the walk, without `popxl.base.liveness`: after its last step a loop reads all of its carried
+    values once more, and so does the program its results.
+    """
 
     def __init__(self) -> None:
         self.schedule = Schedule()

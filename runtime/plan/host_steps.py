@@ -21,8 +21,8 @@ from runtime.plan.compile_options import CompileOptions
 from runtime.plan.segments import Key, Run, Segment, Step, Values
 
 
-class LiveRange(NamedTuple):
-    """Live range of a value between segments: IPU, bytes, and numbers of its defining and last using segments."""
+class LiveValue(NamedTuple):
+    """Value that is live between segments: IPU, bytes, and numbers of its defining and last using segments."""
 
     tensor: Tensor
     ipu: int
@@ -184,13 +184,13 @@ class HostSteps:
         for step in self.steps:
             step.run(values, run)
 
-    def curve(self, copies: int) -> tuple[list[tuple[Segment, int, int]], list[LiveRange]]:
+    def curve(self, copies: int) -> tuple[list[tuple[Segment, int, int]], list[LiveValue]]:
         """Memory curve: segments in order, each with bytes in use on its IPU besides step inputs, split into earlier
         values and its own results and temporaries. Also returns values live between segments. Each value counts
         `copies` times."""
         alive: dict[Tensor, tuple[int, int, int]] = {}
         curve: list[tuple[Segment, int, int]] = []
-        lives: list[LiveRange] = []
+        lives: list[LiveValue] = []
 
         def bytes_on(ipu: int) -> int:
             return sum(size for p, size, _ in alive.values() if p == ipu)
@@ -204,12 +204,12 @@ class HostSteps:
             else:  # the steps of host control flow make its results
                 for subplan in step.subplans:
                     inner, within = subplan.plan.curve(copies)
-                    lives += (LiveRange(t, ipu, size, len(curve) + a, len(curve) + b) for t, ipu, size, a, b in within)
+                    lives += (LiveValue(t, ipu, size, len(curve) + a, len(curve) + b) for t, ipu, size, a, b in within)
                     curve += [(segment, bytes_on(segment.ipu) + before, inside) for segment, before, inside in inner]
             now = len(curve) - 1
             alive |= {t: (step.result_ipus[t], size, now) for t, size in made.items()}
             for t in step.frees:
                 if t in alive:
-                    lives.append(LiveRange(t, *alive.pop(t), now))
-        lives += (LiveRange(t, *known, len(curve) - 1) for t, known in alive.items())
+                    lives.append(LiveValue(t, *alive.pop(t), now))
+        lives += (LiveValue(t, *known, len(curve) - 1) for t, known in alive.items())
         return curve, lives

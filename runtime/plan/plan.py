@@ -27,7 +27,7 @@ from runtime.compile_pool import CompilePool
 from runtime.lowering.channels import FAILURE, Channel, Channels, Failure
 from runtime.lowering.environment import no_value
 from runtime.plan.compile_options import CompileOptions
-from runtime.plan.host_steps import HostSteps, LiveRange
+from runtime.plan.host_steps import HostSteps, LiveValue
 from runtime.plan.segments import Array, Run, Segment, described_state
 from runtime.plan.stages import stages_of
 from runtime.plan.structure import Structure
@@ -214,7 +214,7 @@ class Plan:
         """Compiled text of each distinct segment."""
         return "\n".join(structure.text() for structure in self.structures)
 
-    def curve(self) -> tuple[list[tuple[Segment, int, int]], list[LiveRange]]:
+    def curve(self) -> tuple[list[tuple[Segment, int, int]], list[LiveValue]]:
         """Memory curve: segments in order, each with bytes in use on its device besides variables and feeds, split into
         earlier values and its own results and temporaries. Also returns values live between segments."""
         copies = next(iter(self._options_at.values())).replicas.per_device

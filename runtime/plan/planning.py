@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from popxl.base.liveness import live_ranges
 from popxl.core.aliasing import storages
 from popxl.core.recording import Op
 from popxl.core.recursion import nesting, raised_recursion_limit
@@ -61,7 +62,7 @@ class PlanBuilder:
         self._copied_to: defaultdict[Tensor, set[int]] = defaultdict(set)
         self._built = HostSteps([], set(owned), changed)
         self._built.steps = list(self._split_segments(spelled_out))
-        self._find_last_uses(set(self._live_out))
+        self._find_last_uses()
         self._built.steps = list(self._merge_repeated())
 
     def build(self) -> HostSteps:
@@ -161,18 +162,18 @@ class PlanBuilder:
         size = self._segmentation.size(ops)
         return Segment(reads, tuple(made), ipu=ipu, ops=tuple(ops), size=size, encoding=encoding)
 
-    def _find_last_uses(self, needed: set[Tensor]) -> None:
+    def _find_last_uses(self) -> None:
         """Determine each step's results, and its last uses of storages.
 
         All segments of a structure return the results needed from any of them, so they share one executable.
         """
         asked: dict[Structure, set[int]] = defaultdict(set)
-        for step in reversed(self._built.steps):
+        used = ((step.reads, {*step.makes}.difference(step.reads)) for step in self._built.steps)
+        ends = {(t, each.last) for t, ranges in live_ranges(used, self._live_out).items() for each in ranges}
+        for i, step in enumerate(self._built.steps):
             if isinstance(step, Segment):
-                asked[step.op_structure].update(step.encoding.numbers[t] for t in step.makes if t in needed)
-            step.frees = tuple(dict.fromkeys(t for t in (*step.reads, *step.makes) if t not in needed))
-            needed -= set(step.makes) - set(step.reads)
-            needed |= set(step.reads)
+                asked[step.op_structure].update(step.encoding.numbers[t] for t in step.makes if (t, i) not in ends)
+            step.frees = tuple(dict.fromkeys(t for t in (*step.reads, *step.makes) if (t, i) in ends))
         for step in self._built.steps:
             if isinstance(step, Segment):  # host control flow makes all results
                 step.makes = tuple(t for t in step.makes if step.encoding.numbers[t] in asked[step.op_structure])

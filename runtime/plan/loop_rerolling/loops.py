@@ -6,6 +6,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from popxl.base.liveness import live_ranges
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
@@ -66,7 +67,8 @@ class _Sequence:
             sum(1 + size(callee) for callee in op.called_graphs) or is_update(op, signatures) for op in self._ops
         ]
         self._reasons = reasons
-        self._live = _live_ranges(ops, signatures.roots, returned)
+        read = ([root for t in op.inputs for root in self._roots(t)] for op in ops)
+        self._live = live_ranges(zip(read, (op.outputs for op in ops), strict=True), returned)
 
     def items(self) -> tuple[Item, ...]:
         """Ops and loops, choosing loops greedily: largest saving first, then recursively before and after it."""
@@ -150,18 +152,3 @@ class _Sequence:
     def _used_after(self, place: int) -> set[Tensor]:
         """Storages read or modified after an index."""
         return {t for t, ranges in self._live.items() if any(made < place <= last for made, last in ranges)}
-
-
-def _live_ranges(
-    ops: Sequence[Op], roots: Callable[[Tensor], tuple[Tensor, ...]], returned: Iterable[Tensor]
-) -> dict[Tensor, list[tuple[int, int]]]:
-    """From where to where each storage is read: several ranges for what is computed several times."""
-    found: defaultdict[Tensor, list[tuple[int, int]]] = defaultdict(list)
-    for i, op in enumerate(ops):
-        for root in (root for t in op.inputs for root in roots(t)):
-            found[root].append((found[root].pop()[0] if found[root] else -1, i))
-        for t in op.outputs:
-            found[t].append((i, i))
-    for t in returned:
-        found[t].append((found[t].pop()[0] if found[t] else -1, len(ops)))
-    return found

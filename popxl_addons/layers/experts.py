@@ -152,7 +152,7 @@ class Experts(Module):
         return y.reshape(x.shape), balance
 
     def _experts(self, tokens: popxl.Tensor) -> popxl.Tensor:
-        """Outputs of the experts, which may be on other replicas, for local `tokens` of shape (count, capacity, width)."""
+        """Outputs of the experts, maybe on other replicas, for local `tokens` of shape (count, capacity, width)."""
         if self.group is None:
             return self._own_experts(tokens)
         tokens = ops.collectives.replicated_all_to_all(tokens, 0, 1, self.group)

@@ -1,8 +1,8 @@
-"""`AxisType`: the distribution of a value over replicas, along one axis of the mesh.
+"""`AxisType`: the distribution of a value over replicas along one axis of the mesh; the lattice of the inference.
 
-A value is *replicated* along an axis if it is the same on all replicas that differ along it only; *sharded* if they
-have shards of one value, or results computed from shards; *partial* if the value is the sum over replicas; and
-*varying* if each has its own.
+A value is *replicated* along an axis if it is equal on all replicas that differ along it only; *sharded* if they hold
+shards of one value, or results computed from shards; *partial* if the value is the sum over replicas; and *varying* if
+replicas hold unrelated values.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from typing import NamedTuple
 
 
 class Replication(IntEnum):
-    """Distribution of a value over replicas along an axis. A result of two values usually has the larger of their
-    types.
+    """Distribution of a value over replicas along an axis, ordered: an op usually has the largest of its operands.
 
     Attributes:
-        ZERO: zeros on all.
-        GIVEN: the same on all replicas by construction: constants, and scalars from the host's feeds.
-        REPLICATED: the same on all.
+        ZERO: zeros on all replicas.
+        CONSTANT: equal by construction: constants, and scalars from the host's feeds.
+        REPLICATED: equal on all replicas.
         SHARDED: shards of one value, or results computed from them.
-        PARTIAL: terms of a sum, which is the value.
-        VARYING: each has its own.
+        PARTIAL: terms of a sum over replicas.
+        VARYING: unrelated values.
         UNKNOWN: result of an op with an unknown effect.
     """
 
-    __hash__ = int.__hash__  # which is not that of enumerations in Python
+    __hash__ = int.__hash__  # faster than that of enumerations in Python
 
     ZERO = -1
-    GIVEN = 0
+    CONSTANT = 0
     REPLICATED = 1
     SHARDED = 2
     PARTIAL = 3
@@ -39,46 +38,46 @@ class Replication(IntEnum):
 
 
 class Reduced(IntEnum):
-    """Whether a value was made of one that was reduced along the axis. What differs then may be meant, as the program
-    has reduced what it wants to be the same.
+    """Reductions along the axis that a value derives from. Differences between replicas may be intended after one: the
+    program has reduced what it wants to be equal.
 
     Attributes:
-        NEVER: of none.
-        ONCE: of one.
-        AGAIN: of a sum of what was the same already.
+        NEVER: no reduction.
+        ONCE: a reduction.
+        REDUNDANT: a sum of equal values.
     """
 
     __hash__ = int.__hash__
 
     NEVER = 0
     ONCE = 1
-    AGAIN = 2
+    REDUNDANT = 2
 
 
-class OwnVariables(IntEnum):
-    """What was made of variables that each replica has for itself, if nothing else differs between replicas.
+class PerReplica(IntEnum):
+    """Values that differ between replicas only by their per-replica variables.
 
-    Such variables are mostly pieces whose dimension the program does not say, and products of two such values, terms of
-    a sum; so they are taken to be if they are summed in the end, and only then.
+    Such variables are mostly shards along an undeclared dimension, and products of two such values terms of a sum. They
+    are presumed to be terms only if the program sums them later.
 
     Attributes:
-        OWN: something of these variables.
+        VALUES: derived from per-replica variables.
         TERMS: presumed terms of a sum.
-        TERMS_PLUS_SHARED: such terms to which something was added on each replica.
-        NONLINEAR_TERMS: results of a function of such terms that is not linear.
+        TERMS_PLUS_SHARED: presumed terms plus a replicated value on each replica.
+        NONLINEAR_TERMS: nonlinear function of presumed terms.
     """
 
     __hash__ = int.__hash__
 
-    OWN = 0
+    VALUES = 0
     TERMS = 1
     TERMS_PLUS_SHARED = 2
     NONLINEAR_TERMS = 3
 
 
-ZERO, GIVEN, REPLICATED, SHARDED, PARTIAL, VARYING, UNKNOWN = Replication
-NEVER, ONCE, AGAIN = Reduced
-OWN, TERMS, TERMS_PLUS_SHARED, NONLINEAR_TERMS = OwnVariables
+ZERO, CONSTANT, REPLICATED, SHARDED, PARTIAL, VARYING, UNKNOWN = Replication
+NEVER, ONCE, REDUNDANT = Reduced
+VALUES, TERMS, TERMS_PLUS_SHARED, NONLINEAR_TERMS = PerReplica
 
 
 class AxisType(NamedTuple):
@@ -86,15 +85,15 @@ class AxisType(NamedTuple):
 
     Attributes:
         kind: distribution.
-        dimension: for shards, the dimension that they are along, or `FLAT`; `None` if that is not known.
-        reduced: for replicated and varying values, whether they were reduced along the axis.
-        own: for varying values, what was made of the replicas' own variables, if nothing else differs; else `None`.
+        dimension: for shards, the sharded dimension, or `FLAT`; `None` if unknown.
+        reduced: for replicated and varying values, the reductions that they derive from.
+        per_replica: for varying values that differ by per-replica variables only; else `None`.
     """
 
     kind: Replication
     dimension: int | None = None
     reduced: Reduced = NEVER
-    own: OwnVariables | None = None
+    per_replica: PerReplica | None = None
 
 
 ReplicaType = tuple[AxisType, ...]
@@ -103,14 +102,14 @@ ReplicaType = tuple[AxisType, ...]
 FLAT = -1
 """Dimension of the shards of a flattened value."""
 ZEROS = AxisType(ZERO)
-LITERAL = AxisType(GIVEN)
+LITERAL = AxisType(CONSTANT)
 SAME = AxisType(REPLICATED)
 REDUCED = AxisType(REPLICATED, reduced=ONCE)
-REPEATED_SUM = AxisType(REPLICATED, reduced=AGAIN)
+REPEATED_SUM = AxisType(REPLICATED, reduced=REDUNDANT)
 SHARDS = AxisType(SHARDED)  # along an unknown dimension
 FLAT_SHARDS = AxisType(SHARDED, FLAT)
 SUM = AxisType(PARTIAL)
-OWN_DATA = AxisType(VARYING)  # not only by variables
+OWN_DATA = AxisType(VARYING)  # differs by more than per-replica variables
 NOT_KNOWN = AxisType(UNKNOWN)
 
 
@@ -126,30 +125,30 @@ def _join_axis(a: AxisType, b: AxisType) -> AxisType:
     larger = max(a.kind, b.kind)
     if larger not in (REPLICATED, VARYING):
         return AxisType(larger) if a.kind == b.kind else a if a.kind is larger else b
-    reduced, own = max(a.reduced, b.reduced), {each.own for each in (a, b) if each.kind is VARYING}
-    if not own or None in own or reduced is AGAIN:
+    reduced, per_replica = max(a.reduced, b.reduced), {axis.per_replica for axis in (a, b) if axis.kind is VARYING}
+    if not per_replica or None in per_replica or reduced is REDUNDANT:
         return AxisType(larger, reduced=reduced)
-    return AxisType(VARYING, reduced=reduced, own=own.pop() if len(own) == 1 else OWN)
+    return AxisType(VARYING, reduced=reduced, per_replica=per_replica.pop() if len(per_replica) == 1 else VALUES)
 
 
 def is_term(along: AxisType) -> bool:
-    """Whether replicas hold terms of a sum, or presumably do."""
-    return along.kind is PARTIAL or along.own is TERMS
+    """Whether values are terms of a sum, or presumably so."""
+    return along.kind is PARTIAL or along.per_replica is TERMS
 
 
-def join_axis(all: Sequence[AxisType]) -> AxisType:
-    """The join of several, along one axis."""
-    found = all[0]
-    for each in all[1:]:
-        found = _join_axis(found, each)
-    return found
+def join_axis(axes: Sequence[AxisType]) -> AxisType:
+    """Join of types along one axis."""
+    joined = axes[0]
+    for axis in axes[1:]:
+        joined = _join_axis(joined, axis)
+    return joined
 
 
 @lru_cache(4096)
 def join_all(types: tuple[ReplicaType, ...]) -> ReplicaType:
-    """The join of several types."""
-    found = types[0]
-    for each in types:
-        if each != found:
-            found = join(found, each)
-    return found
+    """Join of several types."""
+    joined = types[0]
+    for type_ in types:
+        if type_ != joined:
+            joined = join(joined, type_)
+    return joined

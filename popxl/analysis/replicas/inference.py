@@ -14,12 +14,12 @@ from popxl.analysis.mesh import mesh_of
 from popxl.analysis.replicas.axis_types import (
     LITERAL,
     NOT_KNOWN,
-    OWN,
     OWN_DATA,
     REDUCED,
     REPEATED_SUM,
     REPLICATED,
     SAME,
+    VALUES,
     ZEROS,
     AxisType,
     ReplicaType,
@@ -27,7 +27,7 @@ from popxl.analysis.replicas.axis_types import (
     join_all,
     join_axis,
 )
-from popxl.analysis.replicas.means import constant_number, is_of_replicas
+from popxl.analysis.replicas.means import constant_number, is_replica_count
 from popxl.analysis.replicas.op_effects import makes_zero, op_effect, propagated_axes, result_types
 from popxl.analysis.replicas.op_index import index_ops
 from popxl.analysis.replicas.report import REPEATED, Report, reduction
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 def infer(ir: Ir) -> Report:
-    """Infer how replicas hold the values of a program. What its reductions can hardly mean is found on the way."""
+    """Infer the replication types of all values of a program, with findings of the pass."""
     if ir.replication_factor == 1:
         return Report(mesh_of(ir, ()))
     index = index_ops(ir.main_graph)
@@ -70,8 +70,13 @@ def infer(ir: Ir) -> Report:
 
 
 class _Outcome(NamedTuple):
-    """Effect of a graph's run on given types: types of outputs, and final types of inputs and variables; and the last
-    op that changes each of those, with the common type of all changes."""
+    """Result of a graph for one tuple of input types.
+
+    Attributes:
+        outputs: types of the outputs.
+        contents: final types of inputs and variables.
+        changes: the last op that updates each of these, with the join of all updates; `None` without an update.
+    """
 
     outputs: tuple[ReplicaType, ...]
     contents: tuple[ReplicaType, ...]
@@ -79,95 +84,99 @@ class _Outcome(NamedTuple):
 
 
 class TypeInference:
-    """The inference: each graph once for each tuple of types that it is given."""
+    """Interprocedural inference: each graph once per tuple of input types."""
 
     def __init__(self, main: Graph, variables: Sequence[Variable], report: Report) -> None:
         self.report, self.mesh = report, report.known_mesh
         self.width = len(self.mesh.names)
-        self.given: ReplicaType = (LITERAL,) * self.width
+        self.constant: ReplicaType = (LITERAL,) * self.width
         self.zero: ReplicaType = (ZEROS,) * self.width
         self.unknown: ReplicaType = (NOT_KNOWN,) * self.width
         self.outcomes: dict[tuple[Graph, tuple[ReplicaType, ...], int], _Outcome] = {}
         self.findings = TypeFindings(report)
         self.buffers: dict[RemoteBuffer, ReplicaType] = {}
-        self.stores = 0  # those that have changed the type of a buffer, so that graphs make other types
-        held = [v.on_replica for v in variables]
+        self.stores = 0  # number of stores that changed the type of a buffer; part of the cache key
+        storages = [v.on_replica for v in variables]
         changed = {op.inputs[i].origin for op in main.ops for i in op.modified}
         stored = {
             op.attributes[op.kind.exchange] for op in report.index.exchanges if not op.outputs and not op.modified
         }
         remote = {v for v in variables if v.location_info.buffer in stored}
-        first = tuple(variable_types(self.mesh, variables, changed | remote if remote else changed))
-        for v, was in zip(variables, first, strict=True):
+        initial = tuple(variable_types(self.mesh, variables, changed | remote if remote else changed))
+        for v, declared in zip(variables, initial, strict=True):
             if (buffer := v.location_info.buffer) is not None:
-                self.buffers[buffer] = join(self.buffers.get(buffer, was), was)
+                self.buffers[buffer] = join(self.buffers.get(buffer, declared), declared)
         self.declared = {*self.buffers}
-        self.fed = self.feeds(report.index.collectives, {*compress(first, map(changed.__contains__, variables))})
-        self.findings.divided = [i for i, along in enumerate(self.fed) if along == SAME]
-        outcome = _GraphInference(self, main, held, first).outcome
-        repeated: set[int] = set()  # axes along which an operand that is the same on all replicas was summed
-        report.types |= zip(variables, first, strict=True)
-        alike: dict[tuple[ReplicaType, ReplicaType], list[Variable]] = {}  # there are many variables, and few types
-        for v, was, after, change in zip(variables, first, outcome.contents, outcome.changes, strict=True):
+        self.fed = self.feeds(report.index.collectives, {*compress(initial, map(changed.__contains__, variables))})
+        self.findings.layer_axes = [i for i, along in enumerate(self.fed) if along == SAME]
+        outcome = _GraphInference(self, main, storages, initial).outcome
+        repeated: set[int] = set()  # axes along which an equal operand was summed
+        report.types |= zip(variables, initial, strict=True)
+        by_types: dict[tuple[ReplicaType, ReplicaType], list[Variable]] = {}  # many variables have few types
+        for v, declared, final, change in zip(variables, initial, outcome.contents, outcome.changes, strict=True):
             if change is not None:
-                alike.setdefault((was, after), []).append(v)
-                is_held = v.piece is not None or not v.location_info.isRemote()
-                if is_held and (own := own_axes(was, change[1])):
-                    self.findings.variable_update(v, was, *change, own)
-        for (was, after), some in alike.items():
-            repeated.update(repeated_axes(after))
-            certain, others = diverged_axes(was, after)
+                by_types.setdefault((declared, final), []).append(v)
+                is_on_device = v.piece is not None or not v.location_info.isRemote()
+                if is_on_device and (axes := own_axes(declared, change[1])):
+                    self.findings.variable_update(v, declared, *change, axes)
+        for (declared, final), group in by_types.items():
+            repeated.update(repeated_axes(final))
+            certain, conditional = diverged_axes(declared, final)
             diverged = report.diverged if certain else report.maybe_diverged
-            diverged |= dict.fromkeys(some if certain or others else (), certain or others)
-        of_learning = {self.mesh.names[i] for i in repeated}
+            diverged |= dict.fromkeys(group if certain or conditional else (), certain or conditional)
+        repeated_names = {self.mesh.names[i] for i in repeated}
         report.findings += [
-            each
-            for each in self.findings.found.values()
-            if each.category != REPEATED or not of_learning.isdisjoint(each.axes) or _is_at_once(each.op)
+            finding
+            for finding in self.findings.by_op.values()
+            if finding.category != REPEATED
+            or not repeated_names.isdisjoint(finding.axes)
+            or _is_immediately_repeated(finding.op)
         ]
 
-    def feeds(self, collectives: Sequence[Op], learned: Collection[ReplicaType]) -> ReplicaType:
-        """The type of the host's feeds: varying, except along axes for which some op needs equal feeds.
+    def feeds(self, collectives: Sequence[Op], trained_types: Collection[ReplicaType]) -> ReplicaType:
+        """Type of the host's feeds: varying, except along axes for which some op needs equal feeds.
 
-        So does a sum of more than single numbers along an axis where replicas share no weight, if they do so along
-        another: that is how layers are divided.
+        Sums of arrays need equal feeds along an axis without shared weights, if weights are shared along another axis:
+        such axes divide layers (tensor parallelism).
         """
-        found = [OWN_DATA] * self.width
-        along = [*zip(*learned, strict=True)]
-        shared = {i for i, types in enumerate(along) if any([each.kind is REPLICATED for each in types])}
-        apart = {i for i, types in enumerate(along) if any([each.own is OWN for each in types])} - shared
-        for op in collectives if apart and shared else ():
+        feed_type = [OWN_DATA] * self.width
+        by_axis = [*zip(*trained_types, strict=True)]
+        common = {i for i, types in enumerate(by_axis) if any([along.kind is REPLICATED for along in types])}
+        separate = {
+            i for i, types in enumerate(by_axis) if any([along.per_replica is VALUES for along in types])
+        } - common
+        for op in collectives if separate and common else ():
             axes = self.mesh.axes_of(op)
-            if len(axes) == 1 and axes[0] in apart and op.attributes.get("op") == "add" and op.inputs[0].nelms > 1:
-                found[axes[0]] = SAME
+            if len(axes) == 1 and axes[0] in separate and op.attributes.get("op") == "add" and op.inputs[0].nelms > 1:
+                feed_type[axes[0]] = SAME
         for op in collectives:
             if op.kind.needs_same_feeds(op.attributes):
                 for i in self.mesh.axes_of(op):
-                    found[i] = SAME
-        return tuple(found)
+                    feed_type[i] = SAME
+        return tuple(feed_type)
 
-    def run(self, graph: Graph, given: Sequence[ReplicaType]) -> _Outcome:
-        """What a called graph makes of values of these types."""
-        key = (graph, tuple(given), self.stores)
-        found = self.outcomes.get(key)
-        if found is None:
-            found = self.outcomes[key] = _GraphInference(self, graph, graph.inputs, key[1]).outcome
-        return found
+    def run(self, graph: Graph, types: Sequence[ReplicaType]) -> _Outcome:
+        """Outcome of a called graph for these input types, cached."""
+        key = (graph, tuple(types), self.stores)
+        outcome = self.outcomes.get(key)
+        if outcome is None:
+            outcome = self.outcomes[key] = _GraphInference(self, graph, graph.inputs, key[1]).outcome
+        return outcome
 
 
 class _Contents(dict[Tensor, ReplicaType]):
-    """Current type of each tensor of a graph. Types of constants, views and aliases are derived."""
+    """Current types of a graph's tensors; those of constants, views and aliases are derived on demand."""
 
-    def __init__(self, program: TypeInference, held: Iterable[tuple[Tensor, ReplicaType]]) -> None:
-        super().__init__(held)
-        self.given, self.zero, self.unknown = program.given, program.zero, program.unknown
+    def __init__(self, program: TypeInference, types: Iterable[tuple[Tensor, ReplicaType]]) -> None:
+        super().__init__(types)
+        self.constant, self.zero, self.unknown = program.constant, program.zero, program.unknown
 
     def __missing__(self, t: Tensor) -> ReplicaType:
         op = t.producer
         if op is None:
-            return self.zero if isinstance(t, Constant) and _is_zero(t.data) else self.given
+            return self.zero if isinstance(t, Constant) and _is_zero(t.data) else self.constant
         if op.kind.view is not None:
-            bases = join_all(self.of(op.inputs)) if op.inputs else self.given
+            bases = join_all(self.of(op.inputs)) if op.inputs else self.constant
             return tuple(_view_type(op, along) for along in bases) if has_known_dimensions(bases) else bases
         return join_all(self.of(op.bases)) if op.kind.aliased else self.unknown
 
@@ -179,40 +188,40 @@ class _GraphInference:
     """One pass over the ops of a graph."""
 
     def __init__(
-        self, program: TypeInference, graph: Graph, held: Sequence[Tensor], given: Sequence[ReplicaType]
+        self, program: TypeInference, graph: Graph, storages: Sequence[Tensor], input_types: Sequence[ReplicaType]
     ) -> None:
         self.program, self.graph, self.findings = program, graph, program.findings
         self.storages: dict[Tensor, tuple[Tensor, ...]] = {}  # of aliases
-        self.content = _Contents(program, zip(held, given, strict=True))
+        self.content = _Contents(program, zip(storages, input_types, strict=True))
         self.type_of = self.content.__getitem__
         self.changes: dict[Tensor, tuple[Op, ReplicaType]] = {}
-        self.made: dict[Tensor, ReplicaType] = {}  # types of tensors when they are made, unless still their contents'
+        self.result_types: dict[Tensor, ReplicaType] = {}  # types of tensors at their definition, before later updates
         for op in program.report.index.by_graph[graph]:
             self.visit(op)
         self.record()
         types = self.content.of
-        self.outcome = _Outcome(types(graph.outputs), types(held), tuple(map(self.changes.get, held)))
-        program.report.graphs.setdefault(graph, []).append(tuple(given))
+        self.outcome = _Outcome(types(graph.outputs), types(storages), tuple(map(self.changes.get, storages)))
+        program.report.graphs.setdefault(graph, []).append(tuple(input_types))
 
     def record(self) -> None:
         """Report the types of the graph's tensors, in addition to those of earlier passes."""
-        types, made = self.program.report.types, self.made
+        types, result_types = self.program.report.types, self.result_types
         if self.graph in self.program.report.graphs:
-            types |= {t: join(types.get(t, now), now) for t, now in (self.content | made).items()}
+            types |= {t: join(types.get(t, now), now) for t, now in (self.content | result_types).items()}
         else:
             types |= self.content
-            types |= made
+            types |= result_types
 
     def write(self, t: Tensor, type_: ReplicaType, change: tuple[Op, ReplicaType] | None) -> None:
-        """Record the type that an op writes to a tensor, and the op's change of it."""
-        content, made, base = self.content, self.made, t.origin
+        """Record an in-place update of a tensor: the new type, and the op with the type of its change."""
+        content, result_types, base = self.content, self.result_types, t.origin
         if change is not None:
-            before = self.changes.get(base, change)
-            self.changes[base] = change if before[1] == change[1] else (change[0], join(before[1], change[1]))
+            recorded = self.changes.get(base, change)
+            self.changes[base] = change if recorded[1] == change[1] else (change[0], join(recorded[1], change[1]))
         stored = self.storages.get(t, (t,))
         for s in stored:
             now = content[s]
-            made.setdefault(s, now)
+            result_types.setdefault(s, now)
             content[s] = type_ if s is base and len(stored) == 1 else join(now, type_)
 
     def visit(self, op: Op) -> None:
@@ -220,7 +229,7 @@ class _GraphInference:
         if kind.view is not None:
             add_alias(op, self.storages)
             for t in op.outputs:
-                self.made[t] = content[t]
+                self.result_types[t] = content[t]
             return
         types = tuple(map(self.type_of, op.inputs))
         if kind.overwrites is not None:
@@ -229,68 +238,68 @@ class _GraphInference:
             types = masked_types(types, op.operand_names().index(kind.drops.seed))
         if not kind.is_carried_out_by_others:
             if kind.overwrites is None and not kind.asserts and (plain := _plain_result(types)) is not None:
-                for t in op.outputs:  # as most ops
+                for t in op.outputs:  # the common case
                     content[t] = plain
                 return
-            made = self.local_results(op, types)
+            results = self.local_results(op, types)
         elif kind.graphs:
             content |= zip(op.outputs, self.call(op, types), strict=False)
             return
         elif kind.exchange:
-            made = [self.exchange(op)]
+            results = [self.exchange(op)]
         else:
-            made = [self.collective_result(op, types)] if kind.between_replicas else self.local_results(op, types)
+            results = [self.collective_result(op, types)] if kind.between_replicas else self.local_results(op, types)
         if kind.overwrites is not None:
-            self.overwrite(op, types, made[0])
+            self.overwrite(op, types, results[0])
             return
-        if len(made) == 1:
+        if len(results) == 1:
             for t in op.outputs:
-                content[t] = made[0]
+                content[t] = results[0]
         else:
-            content |= zip(op.outputs, made, strict=False)
+            content |= zip(op.outputs, results, strict=False)
 
-    def overwrite(self, op: Op, types: tuple[ReplicaType, ...], made: ReplicaType) -> None:
-        """Record the types of overwritten operands and results of an op, with its change."""
+    def overwrite(self, op: Op, types: tuple[ReplicaType, ...], result: ReplicaType) -> None:
+        """Record the types of overwritten operands and results of an in-place op."""
         if op.kind.aliased:
             add_alias(op, self.storages)
-        change = op, join_of_others(types, op.modified) or self.program.given
+        change = op, join_of_others(types, op.modified) or self.program.constant
         for i in op.modified:
-            self.write(op.inputs[i], kept_layout(types[i], made), change)
+            self.write(op.inputs[i], kept_layout(types[i], result), change)
         for t in op.outputs:
             if op.kind.aliased and t is op.outputs[0]:
-                self.made[t] = self.content[t]
+                self.result_types[t] = self.content[t]
             else:
-                self.content[t] = made
+                self.content[t] = result
 
     def local_results(self, op: Op, types: tuple[ReplicaType, ...]) -> Sequence[ReplicaType]:
-        """Result types of an op without communication from operand types: one per result, or a single one."""
+        """Result types of an op without communication: one per result, or a single one for all."""
         kind = op.kind
         if kind.overwrites is not None and kind.overwrites.forgets(op.attributes):
-            return [join_of_others(types, op.modified) or self.program.given]
+            return [join_of_others(types, op.modified) or self.program.constant]
         if not types:
-            return [self.program.zero if op.attributes.get("init_type") == "zero" else self.program.given]
-        found = join_all(types)
+            return [self.program.zero if op.attributes.get("init_type") == "zero" else self.program.constant]
+        joined = join_all(types)
         if kind.asserts:
-            return [self.asserted_type(op, found)]
-        if kind.contracts is not None and self.findings.divided:
+            return [self.asserted_type(op, joined)]
+        if kind.contracts is not None and self.findings.layer_axes:
             self.findings.missing_sum(op, types, self.is_given)
-        if not propagated_axes(found) or kind.is_carried_out_by_others:
+        if not propagated_axes(joined) or kind.is_carried_out_by_others:
             if (zero := self.program.zero) not in types:
-                return [found]
-            is_zero = makes_zero(op, {i for i, each in enumerate(types) if each == zero})
-            return [zero if is_zero else self.program.given if found == zero else found]
-        made, flaws = op_effect(op, types, found)
+                return [joined]
+            is_zero = makes_zero(op, {i for i, type_ in enumerate(types) if type_ == zero})
+            return [zero if is_zero else self.program.constant if joined == zero else joined]
+        results, flaws = op_effect(op, types, joined)
         is_test = flaws and all(t.dtype is dtypes.bool for t in op.outputs)  # a test of values, as `isnan`
         if not op.modified and not is_test:
             for i, flaw in flaws:
                 self.findings.nonlinear_use(op, i, [t[i] for t in types], flaw)
-        return made
+        return results
 
-    def asserted_type(self, op: Op, before: ReplicaType) -> ReplicaType:
-        """Apply the program's statement that replicas of a group hold equal values."""
+    def asserted_type(self, op: Op, operand_type: ReplicaType) -> ReplicaType:
+        """Type of a value that the program asserts to be equal in a group."""
         axes = self.program.mesh.axes_of(op)
-        self.findings.contradiction(op, before, axes)
-        return tuple(SAME if i in axes else each for i, each in enumerate(before))
+        self.findings.contradiction(op, operand_type, axes)
+        return tuple(SAME if i in axes else axis_type for i, axis_type in enumerate(operand_type))
 
     def is_given(self, t: Tensor) -> bool:
         """Whether a tensor is a graph input or variable, its view, or its transpose."""
@@ -299,97 +308,96 @@ class _GraphInference:
         return all(s.producer is None and not isinstance(s, Constant) for s in self.storages.get(t, (t,)))
 
     def exchange(self, op: Op) -> ReplicaType:
-        """Type of what a load makes; or note what is stored."""
-        buffers, with_what = self.program.buffers, op.attributes[op.kind.exchange]
-        if not isinstance(with_what, RemoteBuffer):
+        """Type of a loaded value; for a store, join the type of the buffer."""
+        buffers, channel = self.program.buffers, op.attributes[op.kind.exchange]
+        if not isinstance(channel, RemoteBuffer):
             if not op.outputs or op.outputs[0].nelms == 1:
-                return self.program.given
+                return self.program.constant
             self.program.report.fed = self.program.fed
             return self.program.fed
         if not op.outputs and not op.modified:
-            now = self.content[op.inputs[0]]
-            was = buffers.setdefault(with_what, now)
-            if (held := held_type(was, now, with_what in self.program.declared)) != was:
-                buffers[with_what] = held
+            stored = self.content[op.inputs[0]]
+            before = buffers.setdefault(channel, stored)
+            if (joined := held_type(before, stored, channel in self.program.declared)) != before:
+                buffers[channel] = joined
                 self.program.stores += 1
-        return buffers.get(with_what, self.program.unknown)
+        return buffers.get(channel, self.program.unknown)
 
     def collective_result(self, op: Op, types: Sequence[ReplicaType]) -> ReplicaType:
-        """What an op makes that replicas carry out together."""
-        makes, name = op.kind.exchanged(op.attributes), op.attributes.get("op")
-        before = join_all(types)
-        if makes == "own":
-            return before
+        """Result type of a collective."""
+        effect, name = op.kind.exchanged(op.attributes), op.attributes.get("op")
+        operand_type = join_all(types)
+        if effect == "own":
+            return operand_type
         report, axes = self.program.report, self.program.mesh.axes_of(op)
-        if makes is None:
+        if effect is None:
             if axes:
                 report.untyped.setdefault(op, "an op between replicas that does not say what it makes")
-            return tuple(NOT_KNOWN if i in axes else each for i, each in enumerate(before))
-        same = SAME
+            return tuple(NOT_KNOWN if i in axes else axis_type for i, axis_type in enumerate(operand_type))
+        equal_type = SAME
         if name is not None:
-            same = REPEATED_SUM if self.findings.reduction(op, before, axes, name) else REDUCED
-            known = report.reductions.get(op)
-            of = before if known is None else join(known.before, before)
-            report.reductions[op] = reduction(name, of, axes, self.program.mesh.sizes)
-        elif makes == "same" and op.inputs[0].meta_shape:
-            self.findings.gather(op, before, axes)
-        return exchanged_type(before, axes, same if makes == "same" else None, name is not None)
+            equal_type = REPEATED_SUM if self.findings.reduction(op, operand_type, axes, name) else REDUCED
+            recorded = report.reductions.get(op)
+            recorded_type = operand_type if recorded is None else join(recorded.operand_type, operand_type)
+            report.reductions[op] = reduction(name, recorded_type, axes, self.program.mesh.sizes)
+        elif effect == "same" and op.inputs[0].meta_shape:
+            self.findings.gather(op, operand_type, axes)
+        return exchanged_type(operand_type, axes, equal_type if effect == "same" else None, name is not None)
 
     # Ops that run graphs --------------------------------------------------------------------------------------------
 
-    def call(self, op: Op, given: Sequence[ReplicaType]) -> Sequence[ReplicaType]:
+    def call(self, op: Op, types: Sequence[ReplicaType]) -> Sequence[ReplicaType]:
         if is_call(op):
             (graph,) = op.called_graphs
-            outcome = self.program.run(graph, self.bound_types(op, graph, given))
+            outcome = self.program.run(graph, self.bound_types(op, graph, types))
             for i in op.modified:
                 self.write(op.inputs[i], outcome.contents[i], outcome.changes[i])
             return outcome.outputs
         if is_loop(op):
-            return self.loop(op, given)
-        condition = tuple(REDUCED if along == REPEATED_SUM else along for along in given[0])  # a multiple tells as much
+            return self.loop(op, types)
+        condition = tuple(REDUCED if along == REPEATED_SUM else along for along in types[0])  # multiples of conditions
         results: list[ReplicaType] = [condition] * len(op.outputs)
         for run in op.runs:
-            bound = self.bound_types(op, run.graph, given[run.first : run.first + len(run.given)])
+            bound = self.bound_types(op, run.graph, types[run.first : run.first + len(run.given)])
             outputs = self.program.run(run.graph, bound).outputs
             results = [join(a, b) for a, b in zip(results, outputs, strict=False)]
         return results
 
-    def bound_types(self, op: Op, graph: Graph, given: Sequence[ReplicaType]) -> list[ReplicaType]:
-        """Types of the inputs of a graph that an op runs. What nothing is bound to is unknown."""
-        own = op.kind.runs.own_inputs if op.kind.runs is not None else 0
-        missing = len(graph.inputs) - own - len(given)
-        return [self.program.given] * own + list(given) + [self.program.unknown] * missing
+    def bound_types(self, op: Op, graph: Graph, types: Sequence[ReplicaType]) -> list[ReplicaType]:
+        """Input types of a graph that an op runs; unknown for inputs without bindings."""
+        num_own = op.kind.runs.own_inputs if op.kind.runs is not None else 0
+        missing = len(graph.inputs) - num_own - len(types)
+        return [self.program.constant] * num_own + list(types) + [self.program.unknown] * missing
 
-    def loop(self, op: Op, given: Sequence[ReplicaType]) -> list[ReplicaType]:
-        """Infer a loop: its graph, until the types of carried values are stable."""
+    def loop(self, op: Op, types: Sequence[ReplicaType]) -> list[ReplicaType]:
+        """Infer a loop: its body until the types of carried values reach a fixpoint."""
         (run,) = op.runs
-        own_in, own_out, carried = len(run.op_inputs), run.trait.own_outputs, run.carried
+        first_input, first_output, carried = len(run.op_inputs), run.trait.own_outputs, run.carried
         if not run.iterations:
-            return [*given[:carried], *[self.program.given] * (len(op.outputs) - carried)]
-        bound = self.bound_types(op, run.graph, given)
+            return [*types[:carried], *[self.program.constant] * (len(op.outputs) - carried)]
+        bound = self.bound_types(op, run.graph, types)
         while True:
-            before, stores = list(bound), self.program.stores
+            previous, stores = list(bound), self.program.stores
             outcome = self.program.run(run.graph, bound)
             for k in range(carried):
-                bound[own_in + k] = join(bound[own_in + k], outcome.outputs[own_out + k])
+                bound[first_input + k] = join(bound[first_input + k], outcome.outputs[first_output + k])
             for i in op.modified:
-                bound[own_in + i] = join(bound[own_in + i], outcome.contents[own_in + i])
-            if bound == before and self.program.stores == stores:
+                bound[first_input + i] = join(bound[first_input + i], outcome.contents[first_input + i])
+            if bound == previous and self.program.stores == stores:
                 break
         for i in op.modified:
-            self.write(op.inputs[i], outcome.contents[own_in + i], outcome.changes[own_in + i])
-        results = outcome.outputs[own_out:]
+            self.write(op.inputs[i], outcome.contents[first_input + i], outcome.changes[first_input + i])
+        results = outcome.outputs[first_output:]
         return [*results[:carried], *map(stacked_type, results[carried:])]
 
 
 @lru_cache(4096)
 def _plain_result(types: tuple[ReplicaType, ...]) -> ReplicaType | None:
-    """Type of the results of any op that computes on each replica; `None` if its function has a say: for shards, terms
-    of a sum, and zeros."""
-    if not types or any(ZEROS in each for each in types):
+    """Join of operand types for a local op; `None` if the result depends on its function: shards, terms, zeros."""
+    if not types or any(ZEROS in type_ for type_ in types):
         return None
-    found = join_all(types)
-    return None if propagated_axes(found) else found
+    joined = join_all(types)
+    return None if propagated_axes(joined) else joined
 
 
 def _view_type(op: Op, along: AxisType) -> AxisType:
@@ -400,20 +408,22 @@ def _view_type(op: Op, along: AxisType) -> AxisType:
 
 
 def _is_zero(numbers: np.ndarray) -> bool:
-    return not (numbers if numbers.size == 1 else numbers.any())  # the truth of one number takes a fiftieth of `any`
+    return not (numbers if numbers.size == 1 else numbers.any())  # the truth of a scalar is 50 times faster than `any`
 
 
-def _is_at_once(op: Op) -> bool:
-    """Whether an op sums the result of another sum over the same axes, and no reader seems to divide the result."""
-    (t, *_), (made, *_) = op.inputs, op.outputs or op.inputs
-    before = t.producer
-    if before is None or before.kind is not op.kind or before.attributes != op.attributes:
+def _is_immediately_repeated(op: Op) -> bool:
+    """Whether an op sums the result of the same sum, and no reader seems to divide by the replica count."""
+    (t, *_), (summed, *_) = op.inputs, op.outputs or op.inputs
+    earlier = t.producer
+    if earlier is None or earlier.kind is not op.kind or earlier.attributes != op.attributes:
         return False
-    numbers = [t for each in op.graph.ops if made in each.inputs for t in each.inputs if t is not made and t.nelms == 1]
-    return not numbers or made.nelms == 1 and not any(_may_be_count(t, op.attributes["group_size"]) for t in numbers)
+    numbers = [
+        t for user in op.graph.ops if summed in user.inputs for t in user.inputs if t is not summed and t.nelms == 1
+    ]
+    return not numbers or summed.nelms == 1 and not any(_may_be_count(t, op.attributes["group_size"]) for t in numbers)
 
 
 def _may_be_count(t: Tensor, count: int) -> bool:
-    """Whether a number may be a number of replicas, or its inverse; only constants tell."""
+    """Whether a scalar may be a replica count or its inverse; true for non-constants."""
     number = constant_number(t)
-    return not number or is_of_replicas(number, count)
+    return not number or is_replica_count(number, count)

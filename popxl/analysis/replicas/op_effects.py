@@ -1,7 +1,7 @@
-"""Effects of an op on shards and on terms of a sum, remembered for all ops of the same signature.
+"""Transfer functions of ops on shards and terms of a sum, cached by signature.
 
-The sharding rule of its declaration states them; for an op without one, `popxl.analysis.replicas.propagation` follows
-the jaxpr of its function.
+They follow from the declared sharding rule; without one, `popxl.analysis.replicas.propagation` interprets the jaxpr of
+the op's function.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from popxl.analysis.replicas.axis_types import (
     NEVER,
     NOT_KNOWN,
     ONCE,
-    OWN,
     PARTIAL,
     SHARDED,
     SUM,
+    VALUES,
     VARYING,
     ZEROS,
     AxisType,
@@ -36,11 +36,10 @@ from popxl.values.subscripts import parse
 T = TypeVar("T")
 
 Effect = tuple[tuple[ReplicaType, ...], tuple[tuple[int, str], ...]]
-"""The type of each of an op's results, or of all that it overwrites; and what the op does to terms of a sum that does
-not commute with it, each with the position of the axis."""
+"""Types of the results, or of all overwritten operands; and flaws (`sharding_rules.Flaws`) with axis positions."""
 
 Traced = tuple[Any, tuple[bool, ...]] | None
-"""The jaxpr of an op's function, and which of its operands it reads; `None` if it refuses them."""
+"""Jaxpr of an op's function, with a flag for each operand that it reads; `None` if it refuses them."""
 
 _EFFECTS: WeakKeyDictionary[OpKind, dict[Hashable, Effect]] = WeakKeyDictionary()
 _RESULTS: WeakKeyDictionary[OpKind, dict[Hashable, Propagated]] = WeakKeyDictionary()
@@ -49,77 +48,89 @@ _TRACES: WeakKeyDictionary[OpKind, dict[Hashable, Traced]] = WeakKeyDictionary()
 _SPEC = attrgetter("shape", "dtype")
 
 
-def op_effect(op: Op, types: tuple[ReplicaType, ...], joined: ReplicaType) -> Effect:
-    """What an op makes of operands of these types.
+def op_effect(op: Op, types: tuple[ReplicaType, ...], joined_type: ReplicaType) -> Effect:
+    """Result types of an op, and flaws.
 
     Args:
-        joined: join of the types: that of the results along axes without shards and without terms of a sum.
+        types: types of the operands.
+        joined_type: their join, the result type along axes without shards and terms of a sum.
     """
     key = (op.operands, *op.attributes.items(), *map(_SPEC, op.inputs), types)
-    return _remembered(_EFFECTS, op, key, _op_effect, types, joined)
+    return _remembered(_EFFECTS, op, key, _op_effect, types, joined_type)
 
 
-def _op_effect(op: Op, types: Sequence[ReplicaType], joined: ReplicaType) -> Effect:
+def _op_effect(op: Op, types: Sequence[ReplicaType], joined_type: ReplicaType) -> Effect:
     count = len(op.outputs) if op.kind.overwrites is None else 1
-    made, found = [[each] * count for each in joined], []
-    for i in propagated_axes(joined):
-        made[i], flaws = _effect_along(op, [t[i] for t in types], joined[i], count)
-        found += [(i, flaw) for flaw in flaws]
-    return tuple(zip(*made, strict=True)), tuple(found)
+    results, axis_flaws = [[axis_type] * count for axis_type in joined_type], []
+    for i in propagated_axes(joined_type):
+        results[i], flaws = _effect_along(op, [t[i] for t in types], joined_type[i], count)
+        axis_flaws += [(i, flaw) for flaw in flaws]
+    return tuple(zip(*results, strict=True)), tuple(axis_flaws)
 
 
 def _effect_along(
-    op: Op, types: Sequence[AxisType], whole: AxisType, count: int
+    op: Op, types: Sequence[AxisType], joined_type: AxisType, count: int
 ) -> tuple[list[AxisType], tuple[str, ...]]:
-    if len(types) == 1 and whole.own is OWN:
-        return [whole] * count, ()
-    made, flaws = result_types(op, [each if each.own is None else each._replace(reduced=NEVER) for each in types])
-    results = made[:count] if count > 1 and len(made) >= count else [join_axis(made) if made else whole] * count
-    if whole.own is not None and whole.reduced is ONCE:
-        results = [each if each.own is None else AxisType(VARYING, reduced=ONCE, own=each.own) for each in results]
+    if len(types) == 1 and joined_type.per_replica is VALUES:
+        return [joined_type] * count, ()
+    inferred, flaws = result_types(
+        op, [type_ if type_.per_replica is None else type_._replace(reduced=NEVER) for type_ in types]
+    )
+    results = (
+        inferred[:count]
+        if count > 1 and len(inferred) >= count
+        else [join_axis(inferred) if inferred else joined_type] * count
+    )
+    if joined_type.per_replica is not None and joined_type.reduced is ONCE:
+        results = [
+            type_ if type_.per_replica is None else AxisType(VARYING, reduced=ONCE, per_replica=type_.per_replica)
+            for type_ in results
+        ]
     return results, flaws
 
 
 @lru_cache(256)
 def propagated_axes(type_: ReplicaType) -> tuple[int, ...]:
-    """The axes along which the function of an op says what it makes; along others, it makes what its operands are."""
-    return tuple(i for i, along in enumerate(type_) if along.kind in (SHARDED, PARTIAL) or along.own is not None)
+    """Axes along which result types depend on the op's function; along others they are the join of its operands."""
+    return tuple(
+        i for i, along in enumerate(type_) if along.kind in (SHARDED, PARTIAL) or along.per_replica is not None
+    )
 
 
 def is_linear(op: Op) -> bool:
-    """Whether an op makes terms of a sum of such terms: of its operands but single numbers, taken together."""
+    """Whether an op maps terms of a sum to terms: it is linear in its operands together, without scalars."""
     if op.kind.is_carried_out_by_others:
         return op.kind.between_replicas
-    made, flaws = result_types(op, tuple(SUM if t.nelms > 1 else ZEROS for t in op.inputs))
-    return not flaws and all(each == SUM for each in made)
+    results, flaws = result_types(op, tuple(SUM if t.nelms > 1 else ZEROS for t in op.inputs))
+    return not flaws and all(type_ == SUM for type_ in results)
 
 
 def makes_zero(op: Op, zeros: Collection[int]) -> bool:
     """Whether zero operands at these positions make the results zero."""
     rule = op.kind.sharding_rule
     return rule is not None and any(
-        together and together.issubset(zeros) for together in rule.linear_positions(op.operand_names())
+        group and group.issubset(zeros) for group in rule.linear_positions(op.operand_names())
     )
 
 
-def result_types(op: Op, given: Sequence[AxisType]) -> Propagated:
+def result_types(op: Op, types: Sequence[AxisType]) -> Propagated:
     """Result types of an op along one axis, and flaws; unknown types if its function refuses the operands.
 
-    Remembered for ops of the same kind with the same attributes, dtypes and shapes: see `_shape_key`.
+    Cached by kind, attributes, dtypes and shapes: see `_shape_key`.
     """
     signature = (op.operands, *op.attributes.items(), *[t.dtype for t in op.inputs], *_shape_key(op))
-    return _remembered(_RESULTS, op, (signature, *given), _propagated, signature, given)
+    return _remembered(_RESULTS, op, (signature, *types), _propagated, signature, types)
 
 
-def _propagated(op: Op, signature: Hashable, given: Sequence[AxisType]) -> Propagated:
-    if (rule := _declared_rule(op)) is not None and covers(rule, given, [t.shape for t in op.inputs]):
+def _propagated(op: Op, signature: Hashable, types: Sequence[AxisType]) -> Propagated:
+    if (rule := _declared_rule(op)) is not None and covers(rule, types, [t.shape for t in op.inputs]):
         flaws: Flaws = {}
-        return types_by_rule(rule, given, flaws), tuple(flaws)
+        return types_by_rule(rule, types, flaws), tuple(flaws)
     traced = _remembered(_TRACES, op, signature, _trace)
     if traced is None:
         return [NOT_KNOWN] * len(op.outputs), ()
     jaxpr, used = traced
-    return propagate(jaxpr, [each for each, is_used in zip(given, used, strict=True) if is_used])
+    return propagate(jaxpr, [type_ for type_, is_used in zip(types, used, strict=True) if is_used])
 
 
 def _declared_rule(op: Op) -> Rule | None:
@@ -128,8 +139,8 @@ def _declared_rule(op: Op) -> Rule | None:
     if declared is None:
         return None
     shapes = [t.shape for t in op.inputs]
-    given, made = declared.written(op.kind, op.operands, shapes, op.attributes)
-    operands, results = parse(tuple(given), tuple(made), tuple(map(len, shapes)))
+    operand_subscripts, result_subscripts = declared.written(op.kind, op.operands, shapes, op.attributes)
+    operands, results = parse(tuple(operand_subscripts), tuple(result_subscripts), tuple(map(len, shapes)))
     linear = declared.linear_positions(op.operand_names())
     return Rule(operands, results, linear, [t.dtype.is_inexact for t in op.inputs])
 
@@ -137,33 +148,33 @@ def _declared_rule(op: Op) -> Rule | None:
 def _trace(op: Op) -> Traced:
     try:
         return needed(op.on_arrays(), *op.signature[2:])
-    except Exception:  # whatever a function raises, lowering says it, with the line of the op
+    except Exception:  # lowering reports it, with the line of the op
         return None
 
 
 def _remembered(
-    memory: WeakKeyDictionary[OpKind, dict[Hashable, T]],
+    caches: WeakKeyDictionary[OpKind, dict[Hashable, T]],
     op: Op,
     key: Hashable,
     make: Callable[..., T],
     *arguments: Any,
 ) -> T:
     """Cached result of `make(op, *arguments)` by op kind and key."""
-    known = memory.setdefault(op.kind, {})
+    cache = caches.setdefault(op.kind, {})
     try:
-        found = known.get(key)
+        value = cache.get(key)
     except TypeError:  # from the hash
         return make(op, *arguments)
-    if found is None:
-        found = make(op, *arguments)
+    if value is None:
+        value = make(op, *arguments)
         if not holds_graph(key):
-            known[key] = found
-    return found
+            cache[key] = value
+    return value
 
 
 def _shape_key(op: Op) -> list[tuple[int, ...]]:
-    """The shapes of operands; if all arrays of an op have one shape, as in an update of weights, the rank and sizes of
-    1 instead: such functions are often long, and so are traced once for all weights."""
+    """Operand shapes; if all arrays of an op have one shape, as in an update of weights, the rank and the dimensions of
+    size 1 instead: such functions are often long, and traced once for all weights."""
     shapes = [t.shape for t in op.inputs]
     if len({*shapes, *[t.shape for t in op.outputs], ()}) > 2:
         return shapes

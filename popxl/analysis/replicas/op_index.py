@@ -1,4 +1,4 @@
-"""The ops of a program that checks look for, by their traits: one pass over the program instead of one for each."""
+"""Index of a program's ops by traits: one pass for all checks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class ProgramOps:
-    """The ops of a program, and those that have certain traits; parts of composite ops instead of these.
+    """Ops of a program by traits, with composite ops expanded.
 
     Attributes:
         by_graph: all ops of each graph that runs, in program order.
         calls: ops that run graphs.
         collectives: ops between replicas.
-        moves: those of them that reduce nothing: they gather, divide or exchange values.
-        statements: those that declare values equal.
+        moves: collectives without a reduction: they gather, divide or exchange values.
+        statements: ops that assert equal values.
         exchanges: loads and stores of host streams and remote buffers.
         dropouts: ops that drop elements.
         draws: ops that make random numbers.
@@ -39,7 +39,7 @@ class ProgramOps:
 
 
 def index_ops(main: Graph) -> ProgramOps:
-    """Index a graph and its direct and indirect callees, but for those of loops without iterations."""
+    """Index a graph and its transitive callees, except for loops without iterations."""
     index = ProgramOps()
     waiting = [main]
     while waiting:

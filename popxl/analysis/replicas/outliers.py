@@ -1,7 +1,7 @@
-"""Inconsistencies within a program: one gradient that is a sum where the others are means, a loss that is reduced along
-fewer axes than the gradients, replicas that start differently and are changed alike.
+"""Outlier detection among the reductions of a program: a gradient that is a sum where the others are means, a loss that
+is reduced along fewer axes than the gradients, replicas with different initial values and equal updates.
 
-None of these is certain to be wrong, so only `check` reports them, and a session does not warn.
+An outlier may be intended, so only `check` reports it, and sessions do not warn.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 
 from popxl.analysis.replicas.axis_types import OWN_DATA, PARTIAL, REPLICATED, SAME, VARYING, is_term
-from popxl.analysis.replicas.means import constant_number, is_of_replicas, share_of_mean
+from popxl.analysis.replicas.means import constant_number, is_replica_count, mean_factor
 from popxl.analysis.replicas.reduced_values import (
     LINEAR,
     ReducedValue,
@@ -22,7 +22,7 @@ from popxl.analysis.replicas.reduced_values import (
 )
 from popxl.analysis.replicas.report import REDUCED_SHARDS, Finding, Report
 from popxl.analysis.replicas.value_lints import (
-    fed_by_all,
+    gathered_feed_axes,
     noise_lints,
     seed_lints,
     shards_of_own_values,
@@ -30,7 +30,7 @@ from popxl.analysis.replicas.value_lints import (
     transposed_weights,
     unread_batches,
 )
-from popxl.analysis.replicas.variable_types import begins_different
+from popxl.analysis.replicas.variable_types import starts_different
 from popxl.base.group_by import group_by
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
@@ -39,102 +39,105 @@ from popxl.graph import Graph
 
 
 def outliers(report: Report) -> Iterator[Finding]:
-    """Outliers of a program, by value types."""
+    """All outliers and value lints of a program with inferred types."""
     if report.mesh is None:
         return
     updates: list[Update] = []
     stored: Stored = []
-    for made, out in reduced_values(report):
-        yield from _outlying_updates(report, made)
-        updates += made
-        stored += out
+    for graph_updates, graph_stored in reduced_values(report):
+        yield from _outlying_updates(report, graph_updates)
+        updates += graph_updates
+        stored += graph_stored
     _accept_gradients_of_shared(report, updates)
-    yield from _losses(report, updates, stored)
-    stated = {i for op in report.index.statements for i in report.known_mesh.axes_of(op)} | fed_by_all(report)
-    batches = {each.op: each for each in (*unread_batches(report), *_same_batches(report))}
-    yield from batches.values() if batches else _same_data(report, updates, stated)
+    yield from _loss_reductions(report, updates, stored)
+    stated = {i for op in report.index.statements for i in report.known_mesh.axes_of(op)} | gathered_feed_axes(report)
+    batches = {finding.op: finding for finding in (*unread_batches(report), *_same_batches(report))}
+    yield from batches.values() if batches else _gradients_of_same_data(report, updates, stated)
     yield from _scaled_sums(report)
     yield from _exchanges_without_dual(report)
     yield from stale_shards(report)
-    if taken := [*shards_of_own_values(report)]:  # which explain what changes pieces
-        report.findings = [each for each in report.findings if each.category != taken[0].category]
-        yield from taken
+    if shard_findings := [*shards_of_own_values(report)]:  # they explain other findings of their category
+        report.findings = [finding for finding in report.findings if finding.category != shard_findings[0].category]
+        yield from shard_findings
     yield from transposed_weights(report)
-    alike = stated | {i for i, along in enumerate(report.fed) if along.kind is REPLICATED}
-    of_data = {i for each in updates for i in each.axes}
-    yield from seed_lints(report, of_data, alike)
-    yield from noise_lints(report, of_data)
-    report.notes += _local_numbers(report, updates)
+    same_feeds = stated | {i for i, along in enumerate(report.fed) if along.kind is REPLICATED}
+    data_axes = {i for update in updates for i in update.axes}
+    yield from seed_lints(report, data_axes, same_feeds)
+    yield from noise_lints(report, data_axes)
+    report.notes += _unreduced_numbers(report, updates)
     yield from _initial_values(report)
 
 
-def _accept_gradients_of_shared(report: Report, updates: Sequence[Update]) -> None:
-    """Take back what was found in the sum over shards of the gradient of a variable that replicas share: each has used
-    all of the variable with its shard of other values."""
-    if not any(found.category == REDUCED_SHARDS for found in report.findings):
+def _accept_gradients_of_shared(report: Report, group: Sequence[Update]) -> None:
+    """Drop findings of summed shards for gradients of variables that replicas share: each replica has used the whole
+    variable with its shard of other values, so the shards of the gradient are terms."""
+    if not any(finding.category == REDUCED_SHARDS for finding in report.findings):
         return
-    changed: dict[Op, list[Update]] = defaultdict(list)
-    for each in updates:
-        for op in each.how.by:
-            changed[op].append(each)
+    by_reduction: dict[Op, list[Update]] = defaultdict(list)
+    for update in group:
+        for op in update.value.reductions:
+            by_reduction[op].append(update)
     shared = {
         op
-        for op, some in changed.items()
-        if all(report.types[u.of][i].kind <= REPLICATED for u in some for i in report.reductions[op].axes)
+        for op, users in by_reduction.items()
+        if all(report.types[u.target][i].kind <= REPLICATED for u in users for i in report.reductions[op].axes)
     }
-    report.findings = [each for each in report.findings if each.category != REDUCED_SHARDS or each.op not in shared]
+    report.findings = [
+        finding for finding in report.findings if finding.category != REDUCED_SHARDS or finding.op not in shared
+    ]
 
 
 def _outlying_updates(report: Report, updates: Sequence[Update]) -> Iterator[Finding]:
-    """Updates whose values differ from most comparable ones by a factor of the replica count."""
-    found = [each for some in _comparable_updates(updates) for each in _odd_updates(report, some)]
-    reported = {each.op for each in found}
-    yield from found
-    for some in _gradient_updates(updates):
-        yield from (each for each in _mixed_gradients(report, some) if each.op not in reported)
+    """Updates that differ from the majority of comparable ones by a factor of the replica count."""
+    findings = [finding for group in _comparable_updates(updates) for finding in _minority_updates(report, group)]
+    reported = {finding.op for finding in findings}
+    yield from findings
+    for group in _gradient_updates(updates):
+        yield from (finding for finding in _mixed_gradients(report, group) if finding.op not in reported)
 
 
-def _odd_updates(report: Report, some: Sequence[Update]) -> Iterator[Finding]:
-    """The few of some comparable updates that differ from most."""
-    by_scale = _by_scale(some)
-    most = max(by_scale.values(), key=len)
-    of_one = len({each.of for each in some}) == 1  # a variable with two updates cannot mean both
-    if len(some) == 2 and len(by_scale) == 2 and not of_one:
-        yield from _two_ways(report, *some)
+def _minority_updates(report: Report, group: Sequence[Update]) -> Iterator[Finding]:
+    """Outliers in a group of comparable updates: the minority with another scale."""
+    by_scale = _by_scale(group)
+    majority = max(by_scale.values(), key=len)
+    is_one_variable = len({update.target for update in group}) == 1  # a variable with two updates cannot mean both
+    if len(group) == 2 and len(by_scale) == 2 and not is_one_variable:
+        yield from _two_gradients(report, *group)
         return
-    if 2 * (len(some) - len(most)) > len(most) and not of_one:
+    if 2 * (len(group) - len(majority)) > len(majority) and not is_one_variable:
         return
-    for each in (each for those in by_scale.values() if those is not most for each in those):
-        if _differ_by_count(report, each, most[0]):
-            yield from _outlier(report, each, most[0], each.scale / most[0].scale)
+    for update in (update for minority in by_scale.values() if minority is not majority for update in minority):
+        if _differ_by_count(report, update, majority[0]):
+            yield from _outlier(report, update, majority[0], update.scale / majority[0].scale)
 
 
-def _by_scale(some: Iterable[Update]) -> dict[str, list[Update]]:
-    """Updates by the weight of a replica's value in them, to five digits."""
-    return group_by(some, lambda each: f"{each.scale:.5g}")
+def _by_scale(updates: Iterable[Update]) -> dict[str, list[Update]]:
+    """Updates grouped by the weight of one replica's value, to five digits."""
+    return group_by(updates, lambda update: f"{update.scale:.5g}")
 
 
-def _differ_by_count(report: Report, one: Update, other: Update) -> bool:
-    """Whether the weights of a replica's value in two updates have a ratio of the number of replicas; or its square, if
-    there are more than two."""
-    counts = [report.known_mesh.count(one.axes), *(op.attributes["group_size"] for op in (*one.how.by, *other.how.by))]
-    return is_of_replicas(one.scale / other.scale, *counts, *(n * n for n in counts if n > 2))
+def _differ_by_count(report: Report, a: Update, b: Update) -> bool:
+    """Whether the scales of two updates have the ratio of a replica count, or of its square for more than two."""
+    counts = [
+        report.known_mesh.count(a.axes),
+        *(op.attributes["group_size"] for op in (*a.value.reductions, *b.value.reductions)),
+    ]
+    return is_replica_count(a.scale / b.scale, *counts, *(n * n for n in counts if n > 2))
 
 
 def _gradient_updates(updates: Iterable[Update]) -> Iterator[list[Update]]:
-    """Updates by results of gradient graphs that are reduced along the same axes, one for each reduction; whatever
-    changes the variables."""
-    alike: dict[Hashable, dict[Hashable, Update]] = defaultdict(dict)
-    for each in updates:
-        if each.axes and _is_gradient(each.how.by[0].inputs[0]):
-            alike[each.axes].setdefault(each.how.by, each)
-    for some in alike.values():
-        if len({each.how.by[-1].attributes["op"] for each in some.values()}) > 1:
-            yield [*some.values()]
+    """Groups of updates by gradients that are reduced along the same axes, by any op; one update per reduction."""
+    by_axes: dict[Hashable, dict[Hashable, Update]] = defaultdict(dict)
+    for update in updates:
+        if update.axes and _is_gradient(update.value.reductions[0].inputs[0]):
+            by_axes[update.axes].setdefault(update.value.reductions, update)
+    for group in by_axes.values():
+        if len({update.reduction_name for update in group.values()}) > 1:
+            yield [*group.values()]
 
 
 def _is_gradient(t: Tensor) -> bool:
-    """Whether a value is a result of a gradient graph, or made in one; maybe scaled, or the sum of several."""
+    """Whether a value comes from a gradient graph, through linear ops, sums and views."""
     op = t.producer
     while op is not None and op.graph.gradient_of is None and not op.called_graphs:
         if op.op_type not in LINEAR | {"Sum"} and op.kind.view is None:
@@ -143,79 +146,79 @@ def _is_gradient(t: Tensor) -> bool:
     return op is not None and (op.graph.gradient_of is not None or op.called_graphs[0].gradient_of is not None)
 
 
-def _mixed_gradients(report: Report, some: Sequence[Update]) -> Iterator[Finding]:
-    """Gradients that are sums over replicas where more are means, or the reverse; and one of each, if as many are."""
-    by_scale = _by_scale(some)
-    most = max(by_scale.values(), key=lambda those: (len(those), those[0].how.factor == 1))
-    for those in by_scale.values():
-        each, usual = those[0], most[0]
-        if those is most or each.how.by[-1].attributes["op"] == usual.how.by[-1].attributes["op"]:
+def _mixed_gradients(report: Report, group: Sequence[Update]) -> Iterator[Finding]:
+    """Gradients that are sums over replicas where the majority are means, or the reverse; both kinds in a tie."""
+    by_scale = _by_scale(group)
+    majority = max(by_scale.values(), key=lambda candidates: (len(candidates), candidates[0].value.factor == 1))
+    for candidates in by_scale.values():
+        update, usual = candidates[0], majority[0]
+        if candidates is majority or update.reduction_name == usual.reduction_name:
             continue
-        if not _differ_by_count(report, each, usual):
+        if not _differ_by_count(report, update, usual):
             continue
-        for one in those:
-            yield from _outlier(report, one, usual, one.scale / usual.scale)
-        if len(those) == len(most):  # either may be wrong
-            yield from _outlier(report, usual, each, usual.scale / each.scale)
+        for member in candidates:
+            yield from _outlier(report, member, usual, member.scale / usual.scale)
+        if len(candidates) == len(majority):  # either may be wrong
+            yield from _outlier(report, usual, update, usual.scale / update.scale)
 
 
 def _comparable_updates(updates: Iterable[Update]) -> Iterator[list[Update]]:
-    """Updates along the same axes, by the same op with the same constants; excludes groups in which all agree."""
+    """Groups of updates along the same axes, by the same op with the same constants, whose scales differ."""
 
-    def kind(each: Update) -> Hashable:
-        groups = tuple((op.attributes["stride"], op.attributes["group_size"]) for op in each.how.by)
-        return each.axes or groups, each.how.scalars, each.op.op_type
+    def kind(update: Update) -> Hashable:
+        groups = tuple((op.attributes["stride"], op.attributes["group_size"]) for op in update.value.reductions)
+        return update.axes or groups, update.value.scalars, update.op.op_type
 
-    for alike in group_by(updates, kind).values():
-        if len({each.scale for each in alike}) > 1:
-            yield from group_by(alike, lambda each: each.constants).values()
-
-
-def _two_ways(report: Report, one: Update, other: Update) -> Iterator[Finding]:
-    """The only two gradients, if their ratio is the number of replicas: either may be wrong, unless only one is scaled
-    by a constant."""
-    pairs = [(one, other), (other, one)]
-    if (one.how.factor == 1) != (other.how.factor == 1):
-        pairs = [pair for pair in pairs if pair[0].how.factor != 1]
-    for each, usual in pairs:
-        if _differ_by_count(report, each, usual):
-            yield from _outlier(report, each, usual, each.scale / usual.scale)
+    for same_kind in group_by(updates, kind).values():
+        if len({update.scale for update in same_kind}) > 1:
+            yield from group_by(same_kind, lambda update: update.constants).values()
 
 
-def _outlier(report: Report, one: Update, usual: Update, ratio: float) -> Iterator[Finding]:
-    """Finding of an update that is `ratio` times a usual one, by its factor or by its reduction."""
-    op, usual_name = one.how.by[-1], usual.how.by[-1].attributes["op"]
-    times = f"{ratio:g} times as large as" if ratio > 1 else f"{1 / ratio:g} times smaller than"
+def _two_gradients(report: Report, a: Update, b: Update) -> Iterator[Finding]:
+    """Outliers of a program with two gradients in the ratio of a replica count: both, unless one is scaled by a
+    constant."""
+    pairs = [(a, b), (b, a)]
+    if (a.value.factor == 1) != (b.value.factor == 1):
+        pairs = [pair for pair in pairs if pair[0].value.factor != 1]
+    for update, usual in pairs:
+        if _differ_by_count(report, update, usual):
+            yield from _outlier(report, update, usual, update.scale / usual.scale)
+
+
+def _outlier(report: Report, update: Update, reference: Update, ratio: float) -> Iterator[Finding]:
+    """Finding for an update that is `ratio` times a reference, by its factor or by its reduction."""
+    op, usual_name = update.value.reductions[-1], reference.reduction_name
+    ratio_text = f"{ratio:g} times as large as" if ratio > 1 else f"{1 / ratio:g} times smaller than"
     words = {"add": "sum", "mean": "mean"}
-    this, that = words[op.attributes["op"]], words[usual_name]
-    over, such_as = report.along(one.axes), f"other variables, such as `{usual.of.path}`"
-    if this == that:
+    own_word, reference_word = words[op.attributes["op"]], words[usual_name]
+    over, other_variables = report.along(update.axes), f"other variables, such as `{reference.target.path}`"
+    if own_word == reference_word:
         yield report.finding(
-            "factor of replicas", one.how.scaled or op, one.of, one.axes,
-            f"`{one.of.path}` is changed by the {this} over {over} times {one.how.factor:g}, and {such_as}, by the "
-            f"{that} times {usual.how.factor:g}: what it gets is {times} theirs, and there are as many replicas. "
-            "Leave that factor out.",
+            "factor of replicas", update.value.scaled or op, update.target, update.axes,
+            f"`{update.target.path}` is changed by the {own_word} over {over} times {update.value.factor:g}, and "
+            f"{other_variables}, by the {reference_word} times {reference.value.factor:g}: what it gets is "
+            f"{ratio_text} theirs, and there are as many replicas. Leave that factor out.",
         )  # fmt: skip
     elif (
-        this == "sum" or share_of_mean(op.inputs[0]) is None
+        own_word == "sum" or mean_factor(op.inputs[0]) is None
     ):  # statistics of rows are means, however gradients are reduced
         yield report.finding(
-            "mixed reductions", op, one.of, one.axes,
-            f"`{one.of.path}` is changed by the {this} over {over}, and {such_as}, by the {that}: what it gets is "
-            f"{times} theirs. Write \"{usual_name}\".",
+            "mixed reductions", op, update.target, update.axes,
+            f"`{update.target.path}` is changed by the {own_word} over {over}, and {other_variables}, by the "
+            f"{reference_word}: what it gets is {ratio_text} theirs. Write \"{usual_name}\".",
         )  # fmt: skip
 
 
-def _losses(report: Report, updates: Sequence[Update], stored: Stored) -> Iterator[Finding]:
-    """Single numbers that are stored, and reduced otherwise than the gradients."""
+def _loss_reductions(report: Report, updates: Sequence[Update], stored: Stored) -> Iterator[Finding]:
+    """Stored scalars, such as losses, with other reductions than the gradients."""
     by_axis: dict[int, set[str]] = defaultdict(set)
-    for axes, by in {(each.axes, report.reductions[op]) for each in updates for op in each.how.by}:
-        for i in {*axes}.intersection(by.axes):
-            by_axis[i].add(by.name)
+    for axes, r in {(update.axes, report.reductions[op]) for update in updates for op in update.value.reductions}:
+        for i in {*axes}.intersection(r.axes):
+            by_axis[i].add(r.name)
     reduced = {*by_axis}
-    for t, how in stored:
-        op = how.by[-1]
-        along, scale = how.completed(report)
+    for t, value in stored:
+        op = value.reductions[-1]
+        along, scale = value.axes_and_weight(report)
         missing = [i for i, along in enumerate(report.types[t]) if along.kind is VARYING and i in reduced]
         if missing and (not along or not reduced.isdisjoint(along)):  # not the mean of an ensemble, for each part
             yield report.finding(
@@ -223,60 +226,59 @@ def _losses(report: Report, updates: Sequence[Update], stored: Stored) -> Iterat
                 f"`{t.path}` is stored. It has been reduced, but not over {report.along(missing)}, as the gradients "
                 f"are: each replica stores another number. Reduce it over {report.along(missing)}, too.",
             )  # fmt: skip
-        before = how.by[0].inputs[0]
-        share = share_of_mean(before)
-        if share is None or how.scalars or not along or any(by_axis[i] != {"mean"} for i in along):
+        operand = value.reductions[0].inputs[0]
+        factor = mean_factor(operand)
+        if factor is None or value.scalars or not along or any(by_axis[i] != {"mean"} for i in along):
             continue
         count = report.known_mesh.count(along)
-        ratio, of_all = share * scale * count, op.attributes["group_size"]
-        if not (is_of_replicas(ratio, count, of_all) and is_of_replicas(scale * count, count, of_all)):
-            continue  # what a factor before the reduction makes of a loss is the program's choice
-        if how.factor == 1 and ratio > 1:
+        ratio, group_size = factor * scale * count, op.attributes["group_size"]
+        if not (is_replica_count(ratio, count, group_size) and is_replica_count(scale * count, count, group_size)):
+            continue  # a factor before the reduction is part of the loss
+        if value.factor == 1 and ratio > 1:
             yield report.finding(
                 "sum of means", op, t, along,
-                f"`{before.path}` is a mean over what a replica has, and `{t.path}`, which is stored, the sum of these "
-                f"over {report.along(along)}, while the gradients are means over it. Write \"mean\".",
+                f"`{operand.path}` is a mean over what a replica has, and `{t.path}`, which is stored, the sum of "
+                f"these over {report.along(along)}, while the gradients are means over it. Write \"mean\".",
             )  # fmt: skip
         else:
             yield report.finding(
-                "factor of replicas", how.scaled or op, t, along,
-                f"`{before.path}` is a mean over what a replica has, and `{t.path}`, which is stored, {ratio:g} times "
-                f"the mean of these over {report.along(along)}, where there are {count} replicas. Leave that factor "
-                "out.",
+                "factor of replicas", value.scaled or op, t, along,
+                f"`{operand.path}` is a mean over what a replica has, and `{t.path}`, which is stored, {ratio:g} times "
+                f"the mean of these over {report.along(along)}, where there are {count} replicas. Leave that "
+                "factor out.",
             )  # fmt: skip
 
 
-def _local_numbers(report: Report, updates: Sequence[Update]) -> Iterator[Finding]:
-    """Stored scalars computed from each replica's own data. Possibly intended: the host receives all of them."""
-    reduced = {i for each in updates for i in each.axes}
+def _unreduced_numbers(report: Report, updates: Sequence[Update]) -> Iterator[Finding]:
+    """Stored scalars without a reduction over replicas' data. A note: the host receives those of all replicas."""
+    reduced = {i for update in updates for i in update.axes}
     for op in report.index.exchanges:
         if not op.outputs and op.inputs and op.inputs[0].nelms == 1:
             t = op.inputs[0]
-            own = [i for i, along in enumerate(report.types[t]) if along == OWN_DATA and i in reduced]
-            if own and t.dtype.is_floating_point:
+            local_axes = [i for i, axis_type in enumerate(report.types[t]) if axis_type == OWN_DATA and i in reduced]
+            if local_axes and t.dtype.is_floating_point:
                 yield report.finding(
-                    "local number", op, t, own,
-                    f"each replica along {report.along(own)} stores its own `{t.path}`, of its own data. Take the mean "
-                    "of what the host gets; or reduce it first.",
+                    "local number", op, t, local_axes,
+                    f"each replica along {report.along(local_axes)} stores its own `{t.path}`, of its own data. Take "
+                    "the mean of what the host gets; or reduce it first.",
                 )  # fmt: skip
 
 
 def _exchanges_without_dual(report: Report) -> Iterator[Finding]:
-    """Exchanges of a graph and of its gradient graph along different axes. The gradient of an exchange is an exchange
-    along the same axes."""
+    """Exchanges of a graph and of its gradient graph along different axes, which should be the same."""
     axes_in: dict[Graph, dict[Op, tuple[int, ...]]] = defaultdict(dict)
     for op in filter(_is_exchange, report.index.moves):
         axes_in[op.graph][op] = report.known_mesh.axes_of(op)
-    for graph, own in axes_in.items():
+    for graph, axes_of in axes_in.items():
         forward = graph.gradient_of
         if forward not in axes_in:
             continue
-        others = axes_in[forward]
-        odd = {op: axes for op, axes in own.items() if axes not in others.values()}
-        if not odd and len(own) >= len(others):  # otherwise some have no gradient
-            odd = {op: axes for op, axes in others.items() if axes not in own.values()}
-        for op, axes in odd.items():
-            usual = "; ".join(report.along(each) for each in {*others.values(), *own.values()} - {axes})
+        forward_axes = axes_in[forward]
+        mismatches = {op: axes for op, axes in axes_of.items() if axes not in forward_axes.values()}
+        if not mismatches and len(axes_of) >= len(forward_axes):  # otherwise some have no gradient
+            mismatches = {op: axes for op, axes in forward_axes.items() if axes not in axes_of.values()}
+        for op, axes in mismatches.items():
+            usual = "; ".join(report.along(other) for other in {*forward_axes.values(), *axes_of.values()} - {axes})
             yield report.finding(
                 "gradient along other axes", op, op.outputs[0], axes,
                 f"it exchanges along {report.along(axes)}, and others of {forward.title} or its gradient along "
@@ -285,16 +287,16 @@ def _exchanges_without_dual(report: Report) -> Iterator[Finding]:
 
 
 def _is_exchange(op: Op) -> bool:
-    """Whether replicas exchange floats by an op between them, which reduces nothing."""
+    """Whether an op exchanges floats between replicas without a reduction."""
     return bool(op.outputs) and op.outputs[0].dtype.is_floating_point and op.kind.exchanged(op.attributes) == "own"
 
 
 def _scaled_sums(report: Report) -> Iterator[Finding]:
-    """Sums that are scaled by the number of replicas, unlike others."""
+    """Sums over replicas that are scaled by the replica count, unlike the majority."""
     sums = [
         op
-        for op, by in report.reductions.items()
-        if by.name == "add" and op.outputs and by.axes and all(is_term(by.before[i]) for i in by.axes)
+        for op, r in report.reductions.items()
+        if r.name == "add" and op.outputs and r.axes and all(is_term(r.operand_type[i]) for i in r.axes)
     ]
     by_sum = {op.outputs[0]: op for op in sums}
     odd: dict[Op, Op] = {}
@@ -303,24 +305,24 @@ def _scaled_sums(report: Report) -> Iterator[Finding]:
             continue
         for t in reader.inputs:
             if (summed := by_sum.get(t)) is not None:
-                made = scaled(reader, t, ReducedValue((summed,)))
+                result = scaled(reader, t, ReducedValue((summed,)))
                 count = summed.attributes["group_size"]
-                if made is not None and any(math.isclose(made.factor, n) for n in (count, 1 / count)):
+                if result is not None and any(math.isclose(result.factor, n) for n in (count, 1 / count)):
                     if count > 2 or not _is_differentiated(report, reader):
                         odd[summed] = reader
     for op, reader in odd.items():
-        by = report.reductions[op]
-        is_sum = all(by.before[i].kind is PARTIAL for i in by.axes) and share_of_mean(op.inputs[0]) is None
+        r = report.reductions[op]
+        is_sum = all(r.operand_type[i].kind is PARTIAL for i in r.axes) and mean_factor(op.inputs[0]) is None
         if 2 * len(odd) <= len(sums) or (is_sum and op.attributes["group_size"] > 2):  # a half is a half of anything
             yield report.finding(
-                "factor of replicas", reader, op.inputs[0], by.axes,
-                f"replicas along {report.along(by.axes)} have terms of a sum, `{op.inputs[0].path}`, and their "
+                "factor of replicas", reader, op.inputs[0], r.axes,
+                f"replicas along {report.along(r.axes)} have terms of a sum, `{op.inputs[0].path}`, and their "
                 f"sum is multiplied by their number, {op.attributes['group_size']}, or divided by it. Leave that out.",
             )  # fmt: skip
 
 
 def _is_differentiated(report: Report, scaling: Op) -> bool:
-    """Whether a gradient has the constant that an op scales by, too, so that the factor belongs to the function."""
+    """Whether a gradient graph scales by the same constant, so that the factor belongs to the function."""
     numbers = {number for t in scaling.inputs if (number := constant_number(t)) is not None}
     return any(
         graph.gradient_of is scaling.graph
@@ -330,56 +332,56 @@ def _is_differentiated(report: Report, scaling: Op) -> bool:
 
 
 def _same_batches(report: Report) -> Iterator[Finding]:
-    """Graph calls with one replica's data on all replicas, beside calls with data of each replica."""
+    """Calls of a graph with the same data on all replicas, beside calls with per-replica data."""
     for graph in report.graphs:
         sites = [site for site in graph.call_sites if is_call(site)]
-        for given in zip(*(site.inputs for site in sites), strict=False) if len(sites) > 1 else ():
-            if len({*map(report.types.get, given)} - {None}) < 2:
+        for tensors in zip(*(site.inputs for site in sites), strict=False) if len(sites) > 1 else ():
+            if len({*map(report.types.get, tensors)} - {None}) < 2:
                 continue
-            types = {t: report.types[t] for t in given if t in report.types}
-            own = {i for each in types.values() for i, along in enumerate(each) if along.kind is VARYING}
-            for t, held in types.items():
-                alike = [i for i in own if held[i] == SAME and report.fed and report.fed[i].kind is VARYING]
-                if alike and (load := _fed_by(t)) is not None:
+            types = {t: report.types[t] for t in tensors if t in report.types}
+            varying_axes = {i for type_ in types.values() for i, along in enumerate(type_) if along.kind is VARYING}
+            for t, type_ in types.items():
+                equal = [i for i in varying_axes if type_[i] == SAME and report.fed and report.fed[i].kind is VARYING]
+                if equal and (load := _source_load(t)) is not None:
                     yield report.finding(
-                        "same batch", load, t, sorted(alike),
+                        "same batch", load, t, sorted(equal),
                         f"`{t.path}` is made of what the host feeds, and is the same on all replicas along "
-                        f"{report.along(alike)}; where {graph.title} is called elsewhere, each has its own. Let each "
-                        "replica compute with its own here, too.",
+                        f"{report.along(equal)}; where {graph.title} is called elsewhere, each has its own. Let "
+                        "each replica compute with its own here, too.",
                     )  # fmt: skip
 
 
-def _fed_by(t: Tensor) -> Op | None:
-    """Host load that a value derives from, if any."""
-    seen, left = {t}, [t]
-    while left:
-        op = left.pop().producer
+def _source_load(t: Tensor) -> Op | None:
+    """Host load that a value derives from; `None` without one."""
+    visited, stack = {t}, [t]
+    while stack:
+        op = stack.pop().producer
         if op is None or op.called_graphs:
             continue
         if op.kind.exchange:
             return op
-        left += [each for each in op.inputs if each not in seen]
-        seen.update(op.inputs)
+        stack += [operand for operand in op.inputs if operand not in visited]
+        visited.update(op.inputs)
     return None
 
 
-def _same_data(report: Report, updates: Sequence[Update], stated: Set[int]) -> Iterator[Finding]:
-    """Means of gradients that are already equal on all replicas, although these have different feeds.
+def _gradients_of_same_data(report: Report, updates: Sequence[Update], stated: Set[int]) -> Iterator[Finding]:
+    """Means of gradients that are already equal on all replicas, despite different feeds.
 
-    Not along axes on which the program has `stated` that values are equal, by an assertion or a gather that it reads
-    whole; nor where it takes the mean of only some gradients: a weight may be in pieces on replicas that divide layers.
+    Excludes `stated` axes, along which an assertion or a fully read gather makes values equal; and axes along which
+    only some gradients are averaged: replicas that divide layers hold shards of weights.
     """
-    reductions = dict.fromkeys(op for each in updates for op in each.how.by)
-    found: dict[Op, list[int]] = defaultdict(list)
-    for i, along in enumerate(report.fed):
-        is_own = along.kind is VARYING and i not in stated
-        some = [op for op in reductions if i in report.reductions[op].axes] if is_own else []
-        before = {report.reductions[op].before[i] for op in some}
+    reductions = dict.fromkeys(op for update in updates for op in update.value.reductions)
+    axes_by_op: dict[Op, list[int]] = defaultdict(list)
+    for i, axis_type in enumerate(report.fed):
+        is_varying = axis_type.kind is VARYING and i not in stated
+        axis_reductions = [op for op in reductions if i in report.reductions[op].axes] if is_varying else []
+        operand_types = {report.reductions[op].operand_type[i] for op in axis_reductions}
         if any(op.attributes["op"] == "mean" and i not in report.reductions[op].axes for op in reductions):
             continue
-        if before == {SAME} and all(op.attributes["op"] == "mean" for op in some):
-            found[some[0]].append(i)
-    for op, axes in found.items():
+        if operand_types == {SAME} and all(op.attributes["op"] == "mean" for op in axis_reductions):
+            axes_by_op[axis_reductions[0]].append(i)
+    for op, axes in axes_by_op.items():
         (t, *_), over = op.inputs, report.along(axes)
         yield report.finding(
             "gradients of the same data", op, t, axes,
@@ -389,12 +391,12 @@ def _same_data(report: Report, updates: Sequence[Update], stated: Set[int]) -> I
 
 
 def _initial_values(report: Report) -> Iterator[Finding]:
-    """Variables that differ between replicas from the beginning, and are changed alike on all of them."""
+    """Variables with different initial values on replicas, and equal updates."""
     for v, (op, axes) in report.reduced_updates.items():
-        if v.dtype.is_floating_point and (found := [i for i in axes if begins_different(report.known_mesh, v, i)]):
+        if v.dtype.is_floating_point and (differing := [i for i in axes if starts_different(report.known_mesh, v, i)]):
             yield report.finding(
-                "different beginnings", op, v, found,
-                f"`{v.path}` begins with different numbers on replicas along {report.along(found)}, and is changed by "
-                "what is reduced over them, so that it stays different by as much. Let them share the variable: leave "
-                "`replica_grouping` out; or do not reduce what changes it.",
+                "different beginnings", op, v, differing,
+                f"`{v.path}` begins with different numbers on replicas along {report.along(differing)}, and is changed "
+                "by what is reduced over them, so that it stays different by as much. Let them share the variable: "
+                "leave `replica_grouping` out; or do not reduce what changes it.",
             )  # fmt: skip

@@ -1,8 +1,8 @@
 """Propagation of sharded and partial values through JAX functions, by the equations of their jaxprs.
 
-So a user's ops and JAX functions need not declare in which operands they are linear, or which dimensions they contract.
-Values are followed along one axis of replicas, from equation to equation; each primitive has a sharding rule. Unknown
-primitives leave shards along an unknown dimension.
+Custom ops and JAX functions then need no declaration of linear operands and contracted dimensions. Abstract
+interpretation along one axis of replicas, by the sharding rule of each primitive; unknown primitives yield shards along
+an unknown dimension.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ _NONLINEAR = frozenset(
 )
 
 
-def propagate(jaxpr: Any, given: Sequence[AxisType]) -> Propagated:
-    """How replicas hold the results of a function, by how they hold its operands, along one axis.
+def propagate(jaxpr: Any, types: Sequence[AxisType]) -> Propagated:
+    """Result types of a function, given its operand types, along one axis.
 
     Returns:
-        The type of each result; and the operation, if any, that is applied to terms of a sum and does not commute with
-        it.
+        The type of each result, and the flaws: operations on terms that do not commute with their sum.
 
     Example:
         >>> jaxpr = jax.make_jaxpr(jnp.matmul)(np.ones((3, 4)), np.ones((4, 5))).jaxpr
@@ -46,36 +45,36 @@ def propagate(jaxpr: Any, given: Sequence[AxisType]) -> Propagated:
         (['PARTIAL'], ())
     """
     flaws: Flaws = {}
-    return _jaxpr_types(jaxpr, given, flaws), tuple(flaws)
+    return _jaxpr_types(jaxpr, types, flaws), tuple(flaws)
 
 
-def _jaxpr_types(jaxpr: Any, given: Sequence[AxisType], flaws: Flaws) -> list[AxisType]:
-    known: dict[Any, AxisType] = dict(zip(jaxpr.invars, given, strict=True))
+def _jaxpr_types(jaxpr: Any, types: Sequence[AxisType], flaws: Flaws) -> list[AxisType]:
+    type_of: dict[Any, AxisType] = dict(zip(jaxpr.invars, types, strict=True))
 
-    def of(v: Any) -> AxisType:
+    def read(v: Any) -> AxisType:
         if hasattr(v, "val"):
             return SAME if np.any(v.val) else ZEROS
-        return known.get(v, SAME)
+        return type_of.get(v, SAME)
 
     for equation in jaxpr.eqns:
-        operands = [of(v) for v in equation.invars]
+        operands = [read(v) for v in equation.invars]
         if all(along.kind <= REPLICATED for along in operands):
             zero = operands == [ZEROS] and equation.primitive.name in ("broadcast_in_dim", "convert_element_type")
-            made = [ZEROS if zero else SAME] * len(equation.outvars)
+            results = [ZEROS if zero else SAME] * len(equation.outvars)
         elif (inner := _called_jaxpr(equation)) is not None:
-            made = _jaxpr_types(inner, operands, flaws)
+            results = _jaxpr_types(inner, operands, flaws)
         else:
-            made = types_by_rule(_rule(equation), _largest_shards(equation, operands), flaws) * len(equation.outvars)
-        known |= zip(equation.outvars, made, strict=False)
-    return [of(v) for v in jaxpr.outvars]
+            results = types_by_rule(_rule(equation), _largest_shards(equation, operands), flaws) * len(equation.outvars)
+        type_of |= zip(equation.outvars, results, strict=False)
+    return [read(v) for v in jaxpr.outvars]
 
 
 def _called_jaxpr(equation: Any) -> Any:
-    """The function that an equation calls once, on its operands; `None` if it does something else."""
+    """Jaxpr that an equation calls once on its operands; `None` for other equations."""
     inner = traces_in(equation)
     if len(inner) != 1 or equation.primitive.name == "scan":
         return None
-    shapes = ([v.aval.shape for v in each.invars] for each in (inner[0], equation))
+    shapes = ([v.aval.shape for v in function.invars] for function in (inner[0], equation))
     return inner[0] if len({*map(tuple, shapes)}) == 1 else None
 
 
@@ -85,12 +84,12 @@ def _largest_shards(equation: Any, operands: Sequence[AxisType]) -> Sequence[Axi
     shape = equation.outvars[0].aval.shape
     if equation.primitive.name in _PRODUCTS - {"mul"}:
         return operands
-    sharded = [each.kind is SHARDED for each in operands]
-    whole = [each and v.aval.shape == shape for each, v in zip(sharded, equation.invars, strict=True)]
-    if not any(whole) or sum(whole) == sum(sharded):
+    sharded = [is_shard.kind is SHARDED for is_shard in operands]
+    is_full = [is_shard and v.aval.shape == shape for is_shard, v in zip(sharded, equation.invars, strict=True)]
+    if not any(is_full) or sum(is_full) == sum(sharded):
         return operands
-    smaller = [each and not is_whole for each, is_whole in zip(sharded, whole, strict=True)]
-    return [SAME if drop else each for drop, each in zip(smaller, operands, strict=True)]
+    smaller = [is_shard and not is_full_shard for is_shard, is_full_shard in zip(sharded, is_full, strict=True)]
+    return [SAME if drop else is_shard for drop, is_shard in zip(smaller, operands, strict=True)]
 
 
 def _rule(equation: Any) -> Rule:
@@ -101,7 +100,7 @@ def _rule(equation: Any) -> Rule:
 
 
 def _linear(equation: Any) -> list[set[int]] | None:
-    """Positions of operands in which a primitive is linear together."""
+    """Sets of operands in which a primitive is jointly linear; `None` if unknown."""
     name, count = equation.primitive.name, len(equation.invars)
     if name in _ADDING:
         return [{*range(name == "select_n", count)}]
@@ -126,49 +125,53 @@ def _labels(equation: Any) -> tuple[Sequence[Labels], Labels]:
             tuple(("k",) if d == k else () for d in range(len(s))) for s, k in zip(shapes, features, strict=True)
         ], ()
     if name == "broadcast_in_dim":
-        places = [
+        positions = [
             d if size == shape[d] else None
             for d, size in zip(parameters["broadcast_dimensions"], shapes[0], strict=True)
         ]
-        return [_labels_at(places)], _labels_at(d if d in places else None for d in range(len(shape)))
+        return [_labels_at(positions)], _labels_at(d if d in positions else None for d in range(len(shape)))
     if name == "squeeze":
-        gone = [d % ranks[0] for d in parameters["dimensions"]]
-        kept = [(d,) for d in range(ranks[0]) if d not in gone]
-        return [tuple(() if d in gone else (d,) for d in range(ranks[0]))], tuple(kept)
+        dropped = [d % ranks[0] for d in parameters["dimensions"]]
+        remaining = [(d,) for d in range(ranks[0]) if d not in dropped]
+        return [tuple(() if d in dropped else (d,) for d in range(ranks[0]))], tuple(remaining)
     if name in ("reduce_sum", "transpose", "reshape"):
-        written = (
+        subscripts = (
             sum_subscripts(ranks[0], parameters["axes"])
             if name == "reduce_sum"
             else permutation_subscripts(tuple(parameters["permutation"]))
             if name == "transpose"
             else reshape_subscripts(shapes[0], shape)
         )
-        before, after = written.split("->")
-        operands, (result,) = parse((before,), (after,), ranks)
+        operand_subscripts, result_subscripts = subscripts.split("->")
+        operands, (result,) = parse((operand_subscripts,), (result_subscripts,), ranks)
         return operands, result
     if name.startswith(("reduce_", "arg", "sort", "top_k", "cum", "gather", "conv_")):
         return [((),) * rank for rank in ranks], ((),) * len(shape)
-    return [_broadcast(each, shape) for each in shapes], _labels_at(range(len(shape)))
+    return [_broadcast(operand_shape, shape) for operand_shape in shapes], _labels_at(range(len(shape)))
 
 
 def _broadcast(shape: Sequence[int], result: Sequence[int]) -> Labels:
     """Labels of an operand broadcast to a result; dimensions of size 1 have none."""
-    if len(shape) != len(result) or any(size not in (1, of) for size, of in zip(shape, result, strict=True)):
+    if len(shape) != len(result) or any(
+        size not in (1, result_size) for size, result_size in zip(shape, result, strict=True)
+    ):
         return ((),) * len(shape)
     return _labels_at(d if size == result[d] else None for d, size in enumerate(shape))
 
 
-def _labels_at(places: Iterable[int | None]) -> Labels:
+def _labels_at(positions: Iterable[int | None]) -> Labels:
     """Labels of dimensions by their positions in a result; none for `None`."""
-    return tuple(() if d is None else (d,) for d in places)
+    return tuple(() if d is None else (d,) for d in positions)
 
 
 def _product(ranks: Sequence[int], contracted: Any, batch: Any) -> tuple[Sequence[Labels], Labels]:
-    """Labels of a product over some dimensions of both operands, for each place in others."""
+    """Labels of `dot_general`: contracted, batch and free dimensions."""
     sides = []
-    for side, rank in enumerate(ranks):
-        names = {d: f"k{i}" for i, d in enumerate(contracted[side])} | {d: f"b{i}" for i, d in enumerate(batch[side])}
-        sides.append([names.get(d, f"{'mn'[side]}{d}") for d in range(rank)])
-    free = [each for side in sides for each in side if each[0] in "mn"]
+    for operand, rank in enumerate(ranks):
+        names = {d: f"k{i}" for i, d in enumerate(contracted[operand])} | {
+            d: f"b{i}" for i, d in enumerate(batch[operand])
+        }
+        sides.append([names.get(d, f"{'mn'[operand]}{d}") for d in range(rank)])
+    free = [label for operand in sides for label in operand if label[0] in "mn"]
     result = [f"b{i}" for i in range(len(batch[0]))] + free
-    return [tuple((each,) for each in side) for side in sides], tuple((each,) for each in result)
+    return [tuple((label,) for label in operand) for operand in sides], tuple((label,) for label in result)

@@ -23,7 +23,7 @@ REDUCED_SHARDS = "reduced shards"
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """Something that a program can hardly mean.
+    """Likely mistake in a program.
 
     Attributes:
         category: short name of the mistake, such as `"repeated reduction"`.
@@ -54,33 +54,33 @@ class Finding:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaReduction:
-    """How a value is reduced over replicas; one object for all equal ones.
+    """Reduction of a value over replicas; equal reductions share an object.
 
     Attributes:
         name: name of the reduction, such as `"add"`.
-        before: type of the operand.
+        operand_type: type of the operand.
         axes: positions of the axes.
-        completed: those along which replicas have different values before.
+        varying_axes: those along which the operand varies.
         weight: weight of one of these values in the result.
     """
 
     name: str
-    before: ReplicaType
+    operand_type: ReplicaType
     axes: tuple[int, ...]
-    completed: tuple[int, ...]
+    varying_axes: tuple[int, ...]
     weight: float
 
 
 @lru_cache(256)
-def reduction(name: str, before: ReplicaType, axes: tuple[int, ...], sizes: tuple[int, ...]) -> ReplicaReduction:
+def reduction(name: str, operand_type: ReplicaType, axes: tuple[int, ...], sizes: tuple[int, ...]) -> ReplicaReduction:
     """A reduction along axes, on a mesh of these sizes."""
     weight = 1.0
     for i in axes:
-        if name == "mean" and before[i].kind > REPLICATED:
+        if name == "mean" and operand_type[i].kind > REPLICATED:
             weight /= sizes[i]
-        elif name != "mean" and before[i].kind <= REPLICATED:
+        elif name != "mean" and operand_type[i].kind <= REPLICATED:
             weight *= sizes[i]
-    return ReplicaReduction(name, before, axes, tuple(i for i in axes if before[i].kind is VARYING), weight)
+    return ReplicaReduction(name, operand_type, axes, tuple(i for i in axes if operand_type[i].kind is VARYING), weight)
 
 
 @dataclass(eq=False)
@@ -90,8 +90,8 @@ class Report:
     Attributes:
         mesh: the axes; `None` if the groups of the program do not form a mesh, so that nothing could be typed.
         findings: likely mistakes, in the order of the program's lines.
-        notes: valid programs that are easily misread.
-        untyped: why values are unknown: the ops that make them, with the reason.
+        notes: facts about valid programs that are easily misread.
+        untyped: ops with results of unknown type, with the reason.
         graphs: for each graph, types of its inputs and variables, for each combination with which it is called.
         types: type of each tensor, over all calls.
         diverged: shared or sharded variables that differ between replicas after a run, with the positions of the axes.
@@ -99,7 +99,7 @@ class Report:
         reduced_updates: variables with a value for each replica, whose changes are all equal reduced values; with the
             op, and the positions of the axes.
         reductions: reductions over replicas.
-        fed: type of the host's feeds; empty if it feeds single numbers only.
+        fed: type of the host's feeds; empty if it feeds scalars only.
         index: ops of the program, by their traits.
     """
 
@@ -118,7 +118,7 @@ class Report:
 
     @property
     def known_mesh(self) -> Mesh:
-        """The mesh of a program that has one."""
+        """The mesh; an assertion error without one."""
         assert self.mesh is not None
         return self.mesh
 
@@ -143,22 +143,22 @@ class Report:
     def __str__(self) -> str:
         if self.mesh is None:
             return "The groups of replicas do not form a mesh: nothing could be checked."
-        parts = [str(each) for each in self.findings] or ["Nothing was found."]
-        parts += [f"note: {each}" for each in self.notes]
-        parts += [f"not typed: {op.op_type}, {why} ({op.source})" for op, why in self.untyped.items()]
+        lines = [str(finding) for finding in self.findings] or ["Nothing was found."]
+        lines += [f"note: {finding}" for finding in self.notes]
+        lines += [f"not typed: {op.op_type}, {reason} ({op.source})" for op, reason in self.untyped.items()]
         for graph in self.graphs:
-            held = graph.variables if not graph.id else graph.inputs
-            rows = [("in ", t) for t in held] + [("out", t) for t in graph.outputs]
-            shown = [f"    {way} {t.path}: {text}" for way, t in rows if (text := self.text(t))]
-            parts += [f"{graph.title}:", *shown] if shown else []
-        return "\n".join(parts)
+            boundary = graph.variables if not graph.id else graph.inputs
+            rows = [("in ", t) for t in boundary] + [("out", t) for t in graph.outputs]
+            rows_text = [f"    {direction} {t.path}: {text}" for direction, t in rows if (text := self.text(t))]
+            lines += [f"{graph.title}:", *rows_text] if rows_text else []
+        return "\n".join(lines)
 
 
-def type_text(mesh: Mesh, held: ReplicaType) -> str:
+def type_text(mesh: Mesh, type_: ReplicaType) -> str:
     """Text of a type, without replicated axes."""
-    parts = []
-    for name, along in zip(mesh.names, held, strict=True):
+    entries = []
+    for name, along in zip(mesh.names, type_, strict=True):
         if along.kind > REPLICATED:
-            where = {None: "", FLAT: " flat"}.get(along.dimension, f" {along.dimension}")
-            parts.append(f"{name}: {along.kind.name.lower()}{where}")
-    return f"{{{', '.join(parts)}}}" if parts else ""
+            dimension = {None: "", FLAT: " flat"}.get(along.dimension, f" {along.dimension}")
+            entries.append(f"{name}: {along.kind.name.lower()}{dimension}")
+    return f"{{{', '.join(entries)}}}" if entries else ""

@@ -1,4 +1,4 @@
-"""Types of variables before a run, as their groupings and locations declare them."""
+"""Types of variables before a run, from their groupings and locations."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from popxl.analysis.mesh import Mesh
 from popxl.analysis.replicas.axis_types import (
     FLAT_SHARDS,
     NOT_KNOWN,
-    OWN,
     SAME,
     SHARDED,
+    VALUES,
     VARYING,
     AxisType,
     ReplicaType,
@@ -21,8 +21,8 @@ from popxl.analysis.replicas.axis_types import (
 from popxl.core.tensor import Tensor, Variable
 
 
-def begins_different(mesh: Mesh, v: Variable, axis: int) -> bool:
-    """Whether replicas along an axis have different numbers to begin with."""
+def starts_different(mesh: Mesh, v: Variable, axis: int) -> bool:
+    """Whether the initial values of replicas along an axis differ."""
     if v.replica_grouping.num_groups == 1:
         return False
     groups = np.asarray(v.replica_grouping.assignment).reshape(mesh.sizes)
@@ -31,35 +31,37 @@ def begins_different(mesh: Mesh, v: Variable, axis: int) -> bool:
     return not np.array_equal(rows[groups.ravel()], rows[first.ravel()], equal_nan=v.dtype.is_floating_point)
 
 
-def variable_types(mesh: Mesh, variables: Iterable[Variable], learned: Container[Tensor]) -> Iterator[ReplicaType]:
-    """Declared types of variables. Separate values of replicas count as data, unless they are `learned`."""
-    known: dict[Hashable, ReplicaType] = {}  # many variables have the same grouping, that of a weight or of the Ir
+def variable_types(mesh: Mesh, variables: Iterable[Variable], trained: Container[Tensor]) -> Iterator[ReplicaType]:
+    """Declared types of variables. Per-replica values count as data, unless they are `trained`."""
+    cache: dict[Hashable, ReplicaType] = {}  # many variables have the same grouping
     for v in variables:
-        grouping, place = v.replica_grouping, v.location_info
-        is_learned = grouping.num_groups > 1 and v in learned and v.dtype.is_floating_point
-        key = (id(grouping), v.group_axis, is_learned, id(place.buffer if place.sharded else None))
-        found = known.get(key)
-        if found is None:
-            found = known[key] = _variable_type(mesh, v, is_learned)
-        yield found
+        grouping, location = v.replica_grouping, v.location_info
+        is_trained = grouping.num_groups > 1 and v in trained and v.dtype.is_floating_point
+        key = (id(grouping), v.group_axis, is_trained, id(location.buffer if location.sharded else None))
+        type_ = cache.get(key)
+        if type_ is None:
+            type_ = cache[key] = _variable_type(mesh, v, is_trained)
+        yield type_
 
 
-def _variable_type(mesh: Mesh, v: Variable, is_learned: bool) -> ReplicaType:
-    shared = mesh.spanned_axes(v.replica_grouping)
-    if shared is None:
+def _variable_type(mesh: Mesh, v: Variable, is_trained: bool) -> ReplicaType:
+    shared_axes = mesh.spanned_axes(v.replica_grouping)
+    if shared_axes is None:
         return (NOT_KNOWN,) * len(mesh.names)
-    own = AxisType(SHARDED, v.group_axis)
+    separate = AxisType(SHARDED, v.group_axis)
     if v.group_axis is None:
-        own = AxisType(VARYING, own=OWN if is_learned else None)
-    place = v.location_info
-    divided: tuple[int, ...] = ()
-    if place.sharded and place.buffer is not None:
+        separate = AxisType(VARYING, per_replica=VALUES if is_trained else None)
+    location = v.location_info
+    sharded_axes: tuple[int, ...] = ()
+    if location.sharded and location.buffer is not None:
         group = v.replica_grouping.const_rg
-        count = place.buffer.shard_over
-        divided = shared if group is None or count is None else mesh.along(group.stride, count)
-    return _declared_type(len(mesh.names), shared, own, divided)
+        count = location.buffer.shard_over
+        sharded_axes = shared_axes if group is None or count is None else mesh.along(group.stride, count)
+    return _declared_type(len(mesh.names), shared_axes, separate, sharded_axes)
 
 
 @lru_cache(256)
-def _declared_type(width: int, shared: tuple[int, ...], own: AxisType, divided: tuple[int, ...]) -> ReplicaType:
-    return tuple(FLAT_SHARDS if i in divided else SAME if i in shared else own for i in range(width))
+def _declared_type(
+    width: int, shared_axes: tuple[int, ...], separate: AxisType, sharded_axes: tuple[int, ...]
+) -> ReplicaType:
+    return tuple(FLAT_SHARDS if i in sharded_axes else SAME if i in shared_axes else separate for i in range(width))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import computed_field
 
-from popxl.analysis.flops import Flops, moved, own_flops
+from popxl.analysis.flops import Flops, moved, op_work, own_flops
 from popxl.analysis.memory import constants_of, held_variables, runs_of, steps_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, seconds_text
 from popxl.base.records import Record
@@ -247,9 +247,10 @@ def _spent(op: Op, hardware: Hardware) -> dict[str, float]:
         return {"links": moves / hardware.links}
     if op.kind.view is not None or op.kind.effect or not op.inputs:
         return {}
-    flops = own_flops(op)
+    work = op_work(op)
+    flops = work.flops
     computing = _computing(op, flops, hardware) / hardware.tiles
-    touched = sum(map(size_in_bytes, (*op.inputs, *op.outputs))) / hardware.memory / hardware.tiles
+    touched = (work.read + work.written) / hardware.memory / hardware.tiles
     # An operand of the result's shape lies where the result will, if each element is computed of its counterparts.
     stays = flops.others and not flops.products
     apart = sum(size_in_bytes(t) for t in op.inputs if not (stays and op.outputs and t.shape == op.outputs[0].shape))

@@ -1,4 +1,4 @@
-"""Floating point operations of an op, counted in the trace of its JAX function.
+"""Work of an op: floating point operations, counted in the trace of its JAX function, and bytes.
 
 A user's op is counted like any other, and so is the gradient that JAX derives from an op. Nothing is compiled, and no
 device is started. Ops that move data to and from streams, remote buffers and other replicas have bytes instead:
@@ -8,11 +8,14 @@ device is started. Ops that move data to and from streams, remote buffers and ot
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from functools import reduce
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from popxl.core.recording import Op
-from popxl.core.tracing import traces_in
+from popxl.core.tracing import leaf_equations, traces_in
 from popxl.values.spec import size_in_bytes
 
 
@@ -38,6 +41,45 @@ class Flops(NamedTuple):
         return Flops(self.products + times * more.products, self.others + times * more.others)
 
 
+class MatrixProduct(NamedTuple):
+    """A product of matrices, (batch, rows, depth) times (batch, depth, columns).
+
+    A convolution is the product of a matrix of its windows and its weights, with a batch for each group.
+
+    Attributes:
+        dtype: NumPy's name of the dtype of the factors.
+        flops: operations: a multiplication and an addition count as two.
+    """
+
+    dtype: str
+    flops: int
+    batch: int
+    rows: int
+    columns: int
+    depth: int
+
+
+class OpWork(NamedTuple):
+    """Work of one op, excluding called graphs.
+
+    Attributes:
+        flops: operations of the function.
+        products: matrix products and convolutions, each with how often the op computes it.
+        is_elementwise: whether the function of the op computes elements only from elements, and moves them: nothing is
+            reduced, sorted or looked up.
+        is_view: whether it only moves elements in ways that kernels can read: strides, slices and broadcasts.
+        read: bytes of operands, each once.
+        written: bytes of results.
+    """
+
+    flops: Flops
+    products: Mapping[MatrixProduct, int]
+    is_elementwise: bool
+    is_view: bool
+    read: int
+    written: int
+
+
 def own_flops(op: Op) -> Flops:
     """Count the operations of one op, excluding called graphs.
 
@@ -47,9 +89,21 @@ def own_flops(op: Op) -> Flops:
         >>> own_flops(main.ops[-1])
         Flops(products=192, others=0)
     """
-    if op.kind.is_carried_out_by_others:
-        return Flops()
-    return op.remembered("flops", lambda: _trace_flops(op.traced()))
+    return op_work(op).flops
+
+
+def op_work(op: Op) -> OpWork:
+    """Work of one op, excluding called graphs. What the runtime or another op carries out has only bytes.
+
+    Example:
+        >>> with popxl.Ir().main_graph as main:
+        ...     y = popxl.ops.tanh(popxl.variable(np.ones((3, 4)), popxl.float32))
+        >>> work = op_work(main.ops[-1])
+        >>> work.flops.total, work.read, work.written, work.is_elementwise
+        (12, 48, 48, True)
+    """
+    counted = op.remembered("work", lambda: _of_function(op))
+    return OpWork(*counted, *(sum(map(size_in_bytes, side)) for side in ({*op.inputs}, op.outputs)))
 
 
 def moved(op: Op) -> int:
@@ -70,6 +124,22 @@ _OF_RESULTS = frozenset(
 )
 """Primitives that compute each element of their result with one operation."""
 
+ELEMENTWISE_PRIMITIVES = _OF_RESULTS | frozenset(
+    "eq ne lt le gt ge and or xor not shift_left shift_right_arithmetic shift_right_logical is_finite select_n "
+    "convert_element_type bitcast_convert_type reduce_precision copy copy_p stop_gradient real imag conj "
+    "complex".split()
+)
+"""Primitives that make each element of their result of the elements in its place."""
+
+_VIEWS = frozenset("reshape transpose squeeze slice split broadcast_in_dim expand_dims copy stop_gradient".split())
+"""Primitives that kernels do without, as they read arrays with strides."""
+
+_MOVES = _VIEWS | frozenset(
+    "concatenate stack unstack pad rev dynamic_slice dynamic_update_slice iota random_bits random_fold_in random_wrap "
+    "random_unwrap".split()
+)
+"""Primitives that move elements, number them, or draw them."""
+
 _OF_OPERANDS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod argmax argmin cumsum cumprod cummax cummin cumlogsumexp".split()
 )
@@ -82,32 +152,58 @@ _OF_WINDOWS = frozenset("reduce_window_sum reduce_window_max reduce_window_min".
 """Primitives that reduce a window for each element of their result."""
 
 
-def _trace_flops(jaxpr: Any) -> Flops:
-    return reduce(Flops.plus, map(_of_equation, jaxpr.eqns), Flops())
+class _Count(NamedTuple):
+    """Products, with their number, and other operations."""
+
+    products: Mapping[MatrixProduct, int] = MappingProxyType({})
+    others: int = 0
+
+    @property
+    def flops(self) -> Flops:
+        return Flops(sum(count * product.flops for product, count in self.products.items()), self.others)
+
+    def plus(self, more: _Count, times: int = 1) -> _Count:
+        """Add operations, `times` times."""
+        products = Counter(self.products)
+        products.update({product: times * count for product, count in more.products.items()})
+        return _Count(products, self.others + times * more.others)
 
 
-def _of_equation(equation: Any) -> Flops:
+def _of_function(op: Op) -> tuple[Flops, Mapping[MatrixProduct, int], bool, bool]:
+    """What `OpWork` says of the function of an op."""
+    if op.kind.is_carried_out_by_others:
+        return Flops(), {}, False, False
+    traced = op.traced()
+    count, names = _of_trace(traced), {equation.primitive.name for equation in leaf_equations(traced)}
+    return count.flops, count.products, names <= ELEMENTWISE_PRIMITIVES | _MOVES, names <= _VIEWS
+
+
+def _of_trace(jaxpr: Any) -> _Count:
+    return reduce(_Count.plus, map(_of_equation, jaxpr.eqns), _Count())
+
+
+def _of_equation(equation: Any) -> _Count:
     """Operations of one trace equation, including nested traces."""
     name, parameters = equation.primitive.name, equation.params
     given, made = ([v.aval for v in side] for side in (equation.invars, equation.outvars))
     if name in _PRODUCTS:
-        return Flops(products=_PRODUCTS[name](equation))
+        return _Count({_PRODUCTS[name](equation): 1})
     if name in _OF_RESULTS:
-        return Flops(others=_numbers(made[0]) * (3 if name == "mul" and _is_complex(made[0]) else 1))
+        return _Count(others=_numbers(made[0]) * (3 if name == "mul" and _is_complex(made[0]) else 1))
     if name in _OF_OPERANDS:
-        return Flops(others=_numbers(given[0]))
+        return _Count(others=_numbers(given[0]))
     if name in _OF_UPDATES:
-        return Flops(others=_numbers(given[-1]))
+        return _Count(others=_numbers(given[-1]))
     if name in _OF_WINDOWS:
-        return Flops(others=made[0].size * math.prod(parameters["window_dimensions"]))
+        return _Count(others=made[0].size * math.prod(parameters["window_dimensions"]))
     if name == "fft":
-        return Flops(others=_of_fourier(equation))
+        return _Count(others=_of_fourier(equation))
     inner = traces_in(equation)
     if name == "cond" and parameters.get("branches_platforms"):  # alternatives for platforms, the plain one last
-        return _trace_flops(inner[-1])
+        return _of_trace(inner[-1])
     if name == "cond":
-        return max(map(_trace_flops, inner), key=lambda flops: flops.total)
-    return Flops().plus(reduce(Flops.plus, map(_trace_flops, inner), Flops()), parameters.get("length", 1))
+        return max(map(_of_trace, inner), key=lambda count: count.flops.total)
+    return _Count().plus(reduce(_Count.plus, map(_of_trace, inner), _Count()), parameters.get("length", 1))
 
 
 def _is_complex(array: Any) -> bool:
@@ -127,32 +223,23 @@ def _of_fourier(equation: Any) -> int:
     return round(count * 5 * size * math.log2(size)) // (2 if of_real else 1)
 
 
-class ProductSizes(NamedTuple):
-    """Sizes of a product of matrices, (batch, rows, depth) times (batch, depth, columns)."""
-
-    batch: int
-    rows: int
-    columns: int
-    depth: int
-
-
-def product_sizes(equation: Any) -> ProductSizes:
-    """Sizes of an equation with the primitive `dot_general`."""
+def _of_product(equation: Any) -> MatrixProduct:
     (contracted, _), (batched, _) = equation.params["dimension_numbers"]
     left, result = equation.invars[0].aval, equation.outvars[0].aval
     depth, batch = (math.prod(left.shape[d] for d in each) for each in (contracted, batched))
     rows = left.size // max(1, depth * batch)
-    return ProductSizes(batch, rows, result.size // max(1, rows * batch), depth)
+    columns = result.size // max(1, rows * batch)
+    of_pair = 8 if _is_complex(result) else 2
+    return MatrixProduct(left.dtype.name, of_pair * batch * rows * columns * depth, batch, rows, columns, depth)
 
 
-def _of_product(equation: Any) -> int:
-    return (8 if _is_complex(equation.outvars[0].aval) else 2) * math.prod(product_sizes(equation))
-
-
-def _of_convolution(equation: Any) -> int:
+def _of_convolution(equation: Any) -> MatrixProduct:
     """One product and one sum per result element and weight of one channel."""
-    kernel, numbers = equation.invars[1].aval, equation.params["dimension_numbers"]
-    return 2 * equation.outvars[0].aval.size * kernel.size // kernel.shape[numbers.rhs_spec[0]]
+    image, kernel, result = (v.aval for v in (*equation.invars, *equation.outvars))
+    features = kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]]
+    groups = equation.params["feature_group_count"] * equation.params["batch_group_count"]
+    rows, columns, depth = result.size // features, features // groups, kernel.size // features
+    return MatrixProduct(image.dtype.name, 2 * result.size * depth, groups, rows, columns, depth)
 
 
 _PRODUCTS = {"dot_general": _of_product, "conv_general_dilated": _of_convolution}

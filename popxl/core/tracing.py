@@ -5,7 +5,7 @@ The one file of `popxl.core` that calls JAX. Tracing is abstract: no device is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -84,6 +84,16 @@ def depend_on_arguments(jaxpr: Any) -> list[bool]:
 def traces_in(equation: Any) -> list[Any]:
     """Nested jaxprs of an equation: branches, loop bodies, called functions."""
     return [*jaxprs_in_params(equation.params)]
+
+
+def leaf_equations(jaxpr: Any) -> Iterator[Any]:
+    """Equations of a jaxpr that hold no jaxprs, including those of nested ones."""
+    for equation in jaxpr.eqns:
+        inner = traces_in(equation)
+        if not inner:
+            yield equation
+        for each in inner:
+            yield from leaf_equations(each)
 
 
 def inputs_used(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tuple[bool, ...]:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
 
-_ELEMENTWISE = frozenset(
-    "add sub mul div rem neg abs sign max min pow integer_pow square sqrt rsqrt cbrt exp exp2 log expm1 log1p logistic "
-    "sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh atan2 erf erfc erf_inv lgamma digamma floor ceil "
-    "round nextafter clamp add_any eq ne lt le gt ge and or xor not is_finite select_n convert_element_type "
-    "reduce_precision copy copy_p stop_gradient real imag conj complex".split()
-)
-"""Elementwise primitives of JAX."""
+from popxl.extend.graphs import ELEMENTWISE_PRIMITIVES, leaf_equations
 
 
 def non_elementwise_primitives(function: Callable[..., Any], *args: Any) -> list[str]:
@@ -30,17 +23,9 @@ def non_elementwise_primitives(function: Callable[..., Any], *args: Any) -> list
         >>> non_elementwise_primitives(lambda x: x / jnp.sum(x), jnp.ones(3))
         ['reduce_sum']
     """
-    return sorted(set(_non_elementwise(jax.make_jaxpr(function)(*args).jaxpr)))
-
-
-def _non_elementwise(jaxpr: Any) -> Iterator[str]:
-    for equation in jaxpr.eqns:
-        inner = [*jaxprs_in_params(equation.params)]
-        if inner:
-            for each in inner:
-                yield from _non_elementwise(each)
-        elif equation.primitive.name not in _ELEMENTWISE and not _keeps_shapes(equation):
-            yield equation.primitive.name
+    equations = leaf_equations(jax.make_jaxpr(function)(*args).jaxpr)
+    others = (each for each in equations if each.primitive.name not in ELEMENTWISE_PRIMITIVES)
+    return sorted({each.primitive.name for each in others if not _keeps_shapes(each)})
 
 
 def _keeps_shapes(equation: Any) -> bool:

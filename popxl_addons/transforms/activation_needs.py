@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import popxl
 from popxl.extend.collectives import exchanges_of
-from popxl.extend.graphs import Flops, is_attention, is_call, live_ranges, own_flops
+from popxl.extend.graphs import Flops, is_attention, is_call, live_ranges, op_work, own_flops, size_in_bytes
 from popxl.extend.memory import GraphNeeds, OpNeeds, ReplicaExchange
 from popxl.transforms import GradGraphInfo
 from popxl_addons.transforms.call_groups import calls_in
@@ -47,7 +46,7 @@ def graph_needs(
         read=read,
         ops=tuple(_op_needs(info.forward_graph, paths, _factors_of(info))),
         steps=tuple(_steps(info.graph)),
-        gradients=sum(_nbytes(t) for t in info.outputs if t in variables),
+        gradients=sum(size_in_bytes(t) for t in info.outputs if t in variables),
         waiting_gradients=_waiting_bytes(info, variables, backward),
         ends=tuple(accumulate(counts[:-1])),
         span=(min(places, default=0), max(places, default=0)),
@@ -147,7 +146,8 @@ def _moved_if_products_fuse(ops: Sequence[popxl.Op], factors: _Factors) -> int |
 
 
 def _is_by_element(op: popxl.Op) -> bool:
-    """Whether the first result is elementwise, given the statistics."""
+    """Whether the first result is elementwise, given the statistics: so are normalisations, too, which are not so for
+    `OpWork.is_elementwise`, as a kernel of their own reduces the statistics."""
     first, *others = op.outputs
     is_large = all(first.nelms >= t.nelms for t in op.inputs)
     return is_large and (not others or bool(_statistics(op))) and not _flops(op).products
@@ -164,12 +164,8 @@ def _moved(op: popxl.Op, is_fused: bool) -> int:
 
     A kernel reads the operands of ops that are fused into it, in place of their results.
     """
-    read, made = sum(map(_nbytes, op.inputs)), sum(map(_nbytes, op.outputs))
-    return max(read - made, made // 10) if is_fused else read + made
-
-
-def _nbytes(t: popxl.Tensor) -> int:
-    return math.prod(t.shape) * t.dtype.itemsize
+    work = op_work(op)
+    return max(work.read - work.written, work.written // 10) if is_fused else work.read + work.written
 
 
 def _spans(graph: popxl.Graph) -> dict[popxl.Tensor, tuple[int, int]]:
@@ -186,7 +182,7 @@ def _steps(graph: popxl.Graph) -> Iterator[int]:
     """Bytes computed by the graph itself, at each op."""
     factors = _factors(graph).all | {*graph.outputs}
     spans = _spans(graph)
-    made = [(spans[t], _nbytes(t)) for op in graph.ops if not _is_fused(op, factors) for t in op.outputs]
+    made = [(spans[t], size_in_bytes(t)) for op in graph.ops if not _is_fused(op, factors) for t in op.outputs]
     for number in range(max(len(graph.ops), 1)):
         yield sum(size for (first, last), size in made if first <= number <= last)
 
@@ -204,7 +200,7 @@ def _waiting_bytes(info: GradGraphInfo, variables: set[popxl.Tensor], backward: 
             held |= some if len(some) > 1 else set()
             for t in op.outputs:
                 computed_from.setdefault(t, some)
-    return sum(map(_nbytes, held)) // max(len(backward.call_sites), 1)
+    return sum(map(size_in_bytes, held)) // max(len(backward.call_sites), 1)
 
 
 def _variables(graph: popxl.Graph, model: popxl.Graph) -> Iterator[popxl.Tensor]:

@@ -6,25 +6,19 @@ the kernels priced here. Views of an array (a reshape, a transpose, a slice) are
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from popxl.analysis.communication import exchanges_of
-from popxl.analysis.flops import product_sizes
+from popxl.analysis.flops import op_work
 from popxl.core.aliasing import readers
 from popxl.core.recording import Op
-from popxl.core.tracing import traces_in
 from popxl.graph import Graph
 from popxl.values.spec import size_in_bytes
 from runtime.costs.kernels import kernel_time
 from runtime.costs.work import Product, SizedProduct, Work
 from runtime.targets.chip import Chip
-
-_VIEWS = frozenset("reshape transpose squeeze slice split broadcast_in_dim expand_dims copy stop_gradient".split())
 
 Exchanged = Callable[[str, int, int, int], float]
 """Seconds of a collective: its kind, the bytes of a replica, the stride between members of a group, and its size."""
@@ -134,14 +128,13 @@ def _merged(graph: Graph) -> dict[Op, Work]:
     ops = [op for op in graph.ops if not (op.runs or op.kind.between_replicas or op.kind.is_carried_out_by_others)]
     users = readers(graph)
     kept, known = {*graph.outputs}, {*ops}
-    works = {op: op.remembered("work of a kernel", partial(_work, op)) for op in ops}
-    found = {op: replace(work) for op, work in works.items() if work.kernels}
+    found = {op: work for op in ops if (work := _work(op)).kernels}
     for op in ops:
-        if op not in found or not _is_elementwise(op) or len(op.outputs) != 1:
+        if op not in found or not op_work(op).is_elementwise or len(op.outputs) != 1:
             continue
         (result,) = op.outputs
         by = users.get(result, [])
-        if len(by) == 1 and by[0] in known and by[0] in found and _is_elementwise(by[0]):
+        if len(by) == 1 and by[0] in known and by[0] in found and op_work(by[0]).is_elementwise:
             own, into = found.pop(op), found[by[0]]
             nbytes = size_in_bytes(result)
             saved = nbytes if result in kept else 2 * nbytes
@@ -149,38 +142,14 @@ def _merged(graph: Graph) -> dict[Op, Work]:
     return found
 
 
-def _is_elementwise(op: Op) -> bool:
-    """Whether each result element depends on one element of each operand."""
-
-    def of_elements() -> bool:
-        return not any(re.match("dot|conv_|reduce|cum|sort|scatter|gather|arg", n) for n in _primitives(op.traced()))
-
-    return op.remembered("is element-wise", of_elements)
-
-
 def _work(op: Op) -> Work:
-    """Work of an op as one kernel, which reads its operands and writes its results."""
-    traced = op.traced()
-    if all(name in _VIEWS for name in _primitives(traced)):
+    """Work of an op as one kernel, which reads its operands and writes its results; none of a view."""
+    work = op_work(op)
+    if work.is_view:
         return Work()
-    nbytes = sum(map(size_in_bytes, {*op.inputs, *op.outputs}))
-    return Work(kernels=1, bytes=nbytes, memory_bytes=nbytes, sized=[*_products(traced)])
-
-
-def _primitives(traced: Any) -> Iterator[str]:
-    for equation in traced.eqns:
-        inner = traces_in(equation)
-        if not inner:
-            yield equation.primitive.name
-        for each in inner:
-            yield from _primitives(each)
-
-
-def _products(traced: Any) -> Iterator[SizedProduct]:
-    for equation in traced.eqns:
-        if equation.primitive.name == "dot_general":
-            dtype = equation.invars[0].aval.dtype.name.removeprefix("u")  # uint8 is as fast as int8
-            sizes = product_sizes(equation)
-            yield SizedProduct(Product(dtype, "default"), 2 * math.prod(sizes), *sizes)
-        for each in traces_in(equation):
-            yield from _products(each)
+    products = [
+        SizedProduct(Product(dtype.removeprefix("u"), "default"), count * flops, *sizes)  # uint8 is as fast as int8
+        for (dtype, flops, *sizes), count in work.products.items()
+    ]
+    nbytes = work.read + work.written
+    return Work(kernels=1, bytes=nbytes, memory_bytes=nbytes, sized=products)

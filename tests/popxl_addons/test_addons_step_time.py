@@ -37,6 +37,27 @@ def test_each_product_is_a_kernel_and_elementwise_ops_are_one() -> None:
     assert found.seconds == pytest.approx(product + after, rel=1e-3)  # the 1.0 is read, too
 
 
+def test_a_convolution_is_a_product_of_windows_and_a_transform_is_not_elementwise() -> None:
+    x, w = popxl.TensorSpec((2, 6, 18, 18), popxl.float32), popxl.TensorSpec((8, 3, 3, 3), popxl.float32)
+    ir = popxl.Ir()
+    graph = ir.create_graph(lambda x, w: ops.conv(x, w, groups=2), x, w)
+    (kernel,) = kernels_of(graph)
+    assert kernel.work is not None and kernel.work.sized == [
+        (("float32", "default"), 2 * (2 * 8 * 16 * 16) * (3 * 3 * 3), 2, 2 * 16 * 16, 8 // 2, 3 * 3 * 3)
+    ]
+    found = graph_time(graph, A100, lambda *_: 0.0)
+    assert found.flops == kernel.work.sized[0].flops and found.seconds > 0
+
+    c = popxl.TensorSpec((4, 64), popxl.complex64)
+    assert time_of(lambda c: ops.fft(c * 2.0, (1,)), c).dispatched == 2
+
+
+def test_an_operand_that_is_read_twice_moves_once() -> None:
+    a, b = (popxl.TensorSpec((64,), popxl.float32) for _ in range(2))
+    graph = popxl.Ir().create_graph(lambda a, b: (a * b, a * a), a, b)
+    assert [kernel.work.bytes for kernel in kernels_of(graph) if kernel.work] == [3 * 256, 2 * 256]
+
+
 def test_what_another_op_reads_is_written() -> None:
     spec = popxl.TensorSpec((1024, 256), popxl.float32)
     read = 4 * 1024 * 256 / A100.memory_bandwidth

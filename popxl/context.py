@@ -75,7 +75,7 @@ class Context(threading.local):
         self.frame_offset = 0
         self.known_caller: KnownCaller | None = None
         self.debug_record: DebugRecord | None = None
-        self._held_back: list[Op] | None = None
+        self._deferred_ops: list[Op] | None = None
 
     # The graph stack ------------------------------------------------------------------------------------------------
 
@@ -176,21 +176,21 @@ class Context(threading.local):
         del _hooks[handle]
 
     @contextmanager
-    def hooks_held_back(self) -> Iterator[None]:
+    def defer_hooks(self) -> Iterator[None]:
         """Defer hook calls to the end of a `with` block; skip them on failure."""
-        before, self._held_back = self._held_back, []
+        before, self._deferred_ops = self._deferred_ops, []
         try:
             yield
-            created = self._held_back
+            created = self._deferred_ops
         finally:
-            self._held_back = before
+            self._deferred_ops = before
         for op in created:
             self.op_created(op)
 
     def op_created(self, op: Op) -> None:
         """Tell the hooks about a new op."""
-        if self._held_back is not None:
-            self._held_back.append(op)
+        if self._deferred_ops is not None:
+            self._deferred_ops.append(op)
         elif _hooks:
             for fn, graph in list(_hooks.values()):
                 if graph is None or graph is op.graph:

@@ -152,7 +152,7 @@ class Ir(NotCopyable):
 
     @replication_factor.setter
     def replication_factor(self, value: int) -> None:
-        if self.edits.known is not None:
+        if self.edits.compiled is not None:
             raise RuntimeError(
                 "Ir.replication_factor: a session has been made of this Ir; set the number of replicas before that."
             )

@@ -165,13 +165,13 @@ class Writer:
 
     def __init__(self, owner: object) -> None:
         self._thread: threading.Thread | None = None
-        self._is_done = True
+        self._is_finished = True
         self._problem: BaseException | None = None
-        self._is_left = False
+        self._is_orphaned = False
         self._saved: list[Path] = []
         self.lock = threading.RLock()  # a signal handler may write a checkpoint too
-        self._telling = threading.RLock()  # the owner may be collected in any thread, at any moment
-        weakref.finalize(owner, self._leave)
+        self._problem_lock = threading.RLock()  # the owner may be collected in any thread, at any moment
+        weakref.finalize(owner, self._orphan)
 
     def submit(self, work: Callable[[], None], what: str, wait: bool) -> None:
         """Run `work`, in the background unless `wait` is set. `what` names it in logged failures."""
@@ -179,7 +179,7 @@ class Writer:
         if wait:
             work()
             return
-        self._is_done = False
+        self._is_finished = False
         self._thread = threading.Thread(target=self._work, args=(work, what), name=f"write {what}")
         self._thread.start()
 
@@ -190,12 +190,12 @@ class Writer:
         then raise, or wait for itself.
         """
         thread = self._thread
-        while thread is not None and thread.is_alive() and not self._is_done:
+        while thread is not None and thread.is_alive() and not self._is_finished:
             time.sleep(_PATIENCE)
 
     def check(self) -> None:
         """Raise what went wrong in the last thread, once."""
-        with self._telling:
+        with self._problem_lock:
             problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
@@ -220,16 +220,16 @@ class Writer:
             work()
         except BaseException as problem:  # any error is for the program's own thread
             problem.add_note(f"This was when {what} was written, while the program went on. It is not there.")
-            with self._telling:
+            with self._problem_lock:
                 self._problem = problem
-                if self._is_left:
+                if self._is_orphaned:
                     self._log_failure()
         finally:
-            self._is_done = True
+            self._is_finished = True
 
-    def _leave(self) -> None:
-        with self._telling:
-            self._is_left = True
+    def _orphan(self) -> None:
+        with self._problem_lock:
+            self._is_orphaned = True
             self._log_failure()
 
     def _log_failure(self) -> None:

@@ -183,9 +183,9 @@ class Generator:
         self._entered: list[ExitStack] = []
         self._waiting: list[Request] = []
         self._slots: list[Request | None] = [None] * self.batch
-        self._one: _Reader | None = None
+        self._single_prefill: _Reader | None = None
         step = _DecodeStep(model, self.batch, self.room, self.tokens, temperature=temperature, top_k=top_k, top_p=top_p)
-        writing, own = self._writer(step, is_known=weights is not None)
+        writing, own = self._decode_program(step, is_known=weights is not None)
         if weights is not None:
             theirs = weights[1].to_dict()
             if missing := [name for name in own.keys_flat() if name not in theirs]:
@@ -195,8 +195,8 @@ class Generator:
         self.variables: NamedTensors = own if weights is None else weights[1]
         if weights is not None:
             _share(self.writing, self._owner, to_mapping(own, self.variables))
-        self._whole = self._reader(self.batch)
-        self.reading = self._whole.session
+        self._batch_prefill = self._prefill_program(self.batch)
+        self.reading = self._batch_prefill.session
 
     def _set_sizes(self, batch: int, prompt: int, room: int | None, tokens: int) -> None:
         self.batch, self.prompt, self.tokens = (
@@ -222,24 +222,26 @@ class Generator:
             )
         return found
 
-    def _writer(self, step: _DecodeStep, is_known: bool) -> tuple[popxl.Ir, NamedTensors]:
+    def _decode_program(self, step: _DecodeStep, is_known: bool) -> tuple[popxl.Ir, NamedTensors]:
         """Build the decode program, with its model variables."""
         ir = popxl.Ir()
         with ir.main_graph, popxl.in_sequence(), uninitialized_weights():
-            self._read, self._last = (popxl.h2d_stream((self.batch,), popxl.int32, name) for name in ("read", "last"))
+            self._lengths, self._last = (
+                popxl.h2d_stream((self.batch,), popxl.int32, name) for name in ("read", "last")
+            )
             self._seeds = popxl.h2d_stream((self.batch, 2), popxl.uint32, "seeds")
             iteration = popxl.constant(0, popxl.uint32)
-            operands = [iteration, *(ops.host_load(stream) for stream in (self._read, self._last, self._seeds))]
+            operands = [iteration, *(ops.host_load(stream) for stream in (self._lengths, self._last, self._seeds))]
             facts, graph = step.create_graph(*operands)
             state, cache = _create_variables(facts, is_known)
             bound = to_mapping(graph.args, _merged(state, cache))
             ops.repeat(graph.graph, self.tokens, *operands, inputs_dict=bound)
-            self._written = popxl.d2h_stream((self.tokens, self.batch), popxl.int32, "written")
-            ops.host_store(self._written, cache.written)
+            self._tokens_out = popxl.d2h_stream((self.tokens, self.batch), popxl.int32, "written")
+            ops.host_store(self._tokens_out, cache.written)
         self._cache: NamedTensors = cache.model
         return ir, state.model
 
-    def _reader(self, texts: int) -> _Reader:
+    def _prefill_program(self, texts: int) -> _Reader:
         """Prefill program, for all texts or for one slot."""
         ir = popxl.Ir()
         with ir.main_graph, popxl.in_sequence(), uninitialized_weights():
@@ -258,21 +260,21 @@ class Generator:
 
     @property
     def joining(self) -> popxl.Session:
-        return self._single().session
+        return self._single_text_prefill().session
 
-    def _single(self) -> _Reader:
-        if self._one is None:
-            self._one = self._whole if self.batch == 1 else self._reader(1)
+    def _single_text_prefill(self) -> _Reader:
+        if self._single_prefill is None:
+            self._single_prefill = self._batch_prefill if self.batch == 1 else self._prefill_program(1)
             if self._entered:
-                self._entered[0].enter_context(self._one.session)
-        return self._one
+                self._entered[0].enter_context(self._single_prefill.session)
+        return self._single_prefill
 
     def __enter__(self) -> Self:
         with ExitStack() as entered:
             entered.enter_context(self.writing)  # first: it owns the variables that the others use
             entered.enter_context(self.reading)
-            if self._one is not None:
-                entered.enter_context(self._one.session)
+            if self._single_prefill is not None:
+                entered.enter_context(self._single_prefill.session)
             self._entered.append(entered.pop_all())
         return self
 
@@ -342,8 +344,8 @@ class Generator:
             for slot, request in going.items():
                 text = request.prompt + request.tokens
                 read[slot], last[slot], seeds[slot] = len(text) - 1, text[-1], request.seed
-            outputs = self.writing.run({self._read: read, self._last: last, self._seeds: seeds})
-            columns = np.asarray(outputs[self._written]).T.tolist()
+            outputs = self.writing.run({self._lengths: read, self._last: last, self._seeds: seeds})
+            columns = np.asarray(outputs[self._tokens_out]).T.tolist()
             return {each: each._take(columns[slot], self.ends) for slot, each in going.items()}
 
     def _admit(self) -> None:
@@ -358,11 +360,11 @@ class Generator:
         for slot, request in entering.items():
             rows[slot, : len(request.prompt)] = request.prompt
         if len(free) == self.batch:
-            self._whole.run(rows)
+            self._batch_prefill.run(rows)
             self._enter(entering)
             return
         for slot, request in entering.items():
-            self._single().run(rows[slot : slot + 1], slot)
+            self._single_text_prefill().run(rows[slot : slot + 1], slot)
             self._enter({slot: request})
 
     def _enter(self, entering: dict[int, Request]) -> None:

@@ -87,13 +87,13 @@ class CalledGraphs:
     """
 
     def __init__(self) -> None:
-        self._own: dict[popxl.Graph, GradGraphInfo] = {}
+        self._by_graph: dict[popxl.Graph, GradGraphInfo] = {}
         self._submaps: list[CalledGraphs | CalledGraphsGradInfoLike] = []
 
     def add(self, fwd_graph: GraphLike, grad_graph: GradGraphInfoLike) -> None:
         """Use `grad_graph` as gradient of `fwd_graph`. Unused gradients raise an `UnusedGradientWarning`."""
         graph = as_graph(fwd_graph)
-        self._own[graph] = as_grad_graph_info(grad_graph)
+        self._by_graph[graph] = as_grad_graph_info(grad_graph)
         graph.gradient_given_at = SourceLocation.of(user_frame())
 
     def add_submap(self, mapping: CalledGraphs | CalledGraphsGradInfoLike) -> None:
@@ -103,7 +103,7 @@ class CalledGraphs:
     def consolidate(self) -> dict[popxl.Graph, GradGraphInfo]:
         """Everything known, as one dictionary. Own entries win over those of submodules."""
         submaps = (sub.consolidate() if isinstance(sub, CalledGraphs) else sub for sub in self._submaps)
-        return merge_called_graphs(*submaps, self._own)
+        return merge_called_graphs(*submaps, self._by_graph)
 
 
 def create_grad_graph_info(

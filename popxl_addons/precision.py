@@ -124,7 +124,7 @@ class _Building:
     """Build context: current precision, and whether a float32 layer encloses it."""
 
     precision: MixedPrecision
-    wide: bool = False
+    in_float32: bool = False
     names: list[str] = field(default_factory=list, compare=False)
 
 
@@ -148,14 +148,14 @@ def in_precision(factory: VariableFactory) -> VariableFactory:
     building = _building.get()
     if building is not None and _is_float(factory.dtype) and not factory.by_ref:
         factory.dtype = popxl.float32
-        factory.input_dtype = popxl.float32 if building.wide else building.precision.dtype
+        factory.input_dtype = popxl.float32 if building.in_float32 else building.precision.dtype
     return factory
 
 
 def cache_key(name: str | None = None) -> Any:
     """Precision-dependent part of a named layer's cache key."""
     building = _building.get()
-    return building and (building.precision, building.wide or building.precision._keeps(name))
+    return building and (building.precision, building.in_float32 or building.precision._keeps(name))
 
 
 def layer(name: str | None, states_gradient: bool, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ def layer(name: str | None, states_gradient: bool, build: Callable[..., Any], *a
         return build(*args, **kwargs)
     if name is not None:
         building.names.append(name)
-    if building.wide or not building.precision._keeps(name):
+    if building.in_float32 or not building.precision._keeps(name):
         return build(*args, **kwargs)
     if states_gradient:
         raise ValueError(
@@ -177,7 +177,7 @@ def layer(name: str | None, states_gradient: bool, build: Callable[..., Any], *a
             "what `build` is given. Cast within `build` and `build_grad`, and take the layer out of `keep`."
         )
     args, kwargs = _cast_all((args, kwargs), popxl.float32)
-    with _build_context(replace(building, wide=True)):
+    with _build_context(replace(building, in_float32=True)):
         made = build(*args, **kwargs)
     return _cast_all(made, building.precision.dtype)
 

@@ -183,26 +183,26 @@ class ReshapedArray:
     Attributes:
         source: array as it is stored.
         shape: shape of this view.
-        joined: shape of one value, which has these parts.
+        unsplit_shape: shape of one value, before the split.
         axis: the axis of that.
-        stored, parts: number of parts in the stored array, and in this view.
+        stored, num_parts: number of parts in the stored array, and in this view.
     """
 
     source: LazyArray
     shape: tuple[int, ...]
-    joined: tuple[int, ...]
+    unsplit_shape: tuple[int, ...]
     axis: int
     stored: int
-    parts: int
+    num_parts: int
 
     @property
     def dtype(self) -> np.dtype[Any]:
         return self.source.dtype
 
     def elements(self, start: int, stop: int) -> np.ndarray:
-        before, size = math.prod(self.joined[: self.axis]), self.joined[self.axis]
-        after = math.prod(self.joined[self.axis + 1 :])
-        here, there = size // self.parts, size // self.stored
+        before, size = math.prod(self.unsplit_shape[: self.axis]), self.unsplit_shape[self.axis]
+        after = math.prod(self.unsplit_shape[self.axis + 1 :])
+        here, there = size // self.num_parts, size // self.stored
         found = [self.source.elements(0, 0)]
         while start < stop:  # as long as elements are contiguous both here and there
             row, last = divmod(start, after)
@@ -220,14 +220,14 @@ def join(array: LazyArray, axis: int) -> LazyArray:
     """An array as one value, whose parts along an axis are stacked on its first axis: see `array_munging.unshard`."""
     parts, *shape = array.shape
     shape[axis] *= parts
-    return ReshapedArray(array, tuple(shape), tuple(shape), axis, stored=parts, parts=1)
+    return ReshapedArray(array, tuple(shape), tuple(shape), axis, stored=parts, num_parts=1)
 
 
 def split(array: LazyArray, parts: int, axis: int) -> LazyArray:
     """An array as equal parts along an axis, stacked on a new first axis: see `array_munging.shard`."""
     shape = list(array.shape)
     shape[axis] //= parts
-    return ReshapedArray(array, (parts, *shape), array.shape, axis, stored=1, parts=parts)
+    return ReshapedArray(array, (parts, *shape), array.shape, axis, stored=1, num_parts=parts)
 
 
 @dataclass(frozen=True)
@@ -236,20 +236,20 @@ class _ConcatenatedArray:
 
     Attributes:
         starts: number of the first element of each shard.
-        pieces: array of each shard, and the number of its first element there.
+        sources: array with each shard, and the index of its first element there.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     starts: tuple[int, ...]
-    pieces: tuple[tuple[LazyArray, int], ...]
+    sources: tuple[tuple[LazyArray, int], ...]
 
     def elements(self, start: int, stop: int) -> np.ndarray:
         found = [np.empty(0, self.dtype)]
         ends = (*self.starts[1:], math.prod(self.shape))
         i = bisect_right(self.starts, start) - 1
         while start < stop:
-            (source, first), begin, end = self.pieces[i], self.starts[i], min(ends[i], stop)
+            (source, first), begin, end = self.sources[i], self.starts[i], min(ends[i], stop)
             found.append(source.elements(first + start - begin, first + end - begin))
             start, i = end, i + 1
         return np.concatenate(found)

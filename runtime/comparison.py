@@ -351,7 +351,7 @@ def _last_writer(graph: Graph, wanted: Set[Tensor]) -> Op | None:
             if wanted.isdisjoint(made_of.get(op.inputs[i], (op.inputs[i],))):
                 continue
             for run in op.runs:
-                bound = zip(run.inputs, run.given, strict=False)
+                bound = zip(run.inputs, run.operands, strict=False)
                 inner = {t for t, given in bound if given is op.inputs[i]}
                 if inner and (found := _last_writer(run.graph, inner)) is not None:
                     return found

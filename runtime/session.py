@@ -114,7 +114,7 @@ class Session(SessionInspection, SessionVariables):
         comes_back = self.store is not None and not self._is_memory_map
         self.weights_to_host_on_exit = weights_to_host_on_exit and comes_back
         self._snapshot = Snapshot(ir.main_graph)
-        self._known_edits = ir.edits.known = ir.edits.count
+        self._known_edits = ir.edits.compiled = ir.edits.count
         self._was_attached_stack: list[bool] = []
         self._host_arrays = HostArrays(self.program.layout)
         self._output_streams = self.program.layout.outputs
@@ -195,7 +195,7 @@ class Session(SessionInspection, SessionVariables):
 
     def _look_at_edits(self) -> None:
         """Check that the Ir is unchanged, unless a newer session was created from its current state."""
-        if self._ir.edits.count != self._ir.edits.known:
+        if self._ir.edits.count != self._ir.edits.compiled:
             self._check_unchanged("run")
         self._known_edits = self._ir.edits.count
 

@@ -161,9 +161,9 @@ class Passes:
         phases = self._phases
         transfers = Transfers(
             fetched={t: self._fetch(made, weight) for t, weight in self._weights.items()},
-            together=lambda op, t: [w for w in self._weights if phases.of.get(op) in self._readers[w]] or (t,),
+            fetch_group=lambda op, t: [w for w in self._weights if phases.of.get(op) in self._readers[w]] or (t,),
             period=(phases.of if phases.liveness is Liveness.OffChipAfterEachPhase else {}).get,
-            made=dict.fromkeys(leaving, ops.offload),
+            offloaded=dict.fromkeys(leaving, ops.offload),
         )
         _, of = copy_graph(graph, transfers, copy)
         made.needs.update((of[t], t) for t in graph.inputs if t not in self._weights)
@@ -207,7 +207,7 @@ class Passes:
             return take
 
         leaves = {t: accumulate(t) for t in accumulated}
-        _, of = copy_graph(graph, Transfers(fetched, phase_weights, made=leaves), copy)
+        _, of = copy_graph(graph, Transfers(fetched, phase_weights, offloaded=leaves), copy)
         made.needs.update((of[t], read.get(t, START)) for t in graph.inputs if t not in fetched)
         self._backward = made
         graph.ir.remove_graph(graph)

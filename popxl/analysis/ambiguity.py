@@ -99,13 +99,13 @@ class _Regions:
     """Which elements of which storage a tensor shows. Only asked about ops that nothing else tells apart."""
 
     def __init__(self, made_of: dict[Tensor, tuple[Tensor, ...]]) -> None:
-        self._made_of = made_of
+        self._storages = made_of
         self._numbers: dict[Tensor, np.ndarray] = {}
         self._next = 0
 
     def overlap(self, a: Tensor, b: Tensor) -> bool:
         """Whether two tensors that share a storage share an element."""
-        (only, *more) = {*self._made_of[a], *self._made_of[b]}
+        (only, *more) = {*self._storages[a], *self._storages[b]}
         if not more and only.nelms in (a.nelms, b.nelms):  # one of them is the whole storage
             return True
         first, second = self._elements(a), self._elements(b)
@@ -127,7 +127,7 @@ class _Regions:
         return self._numbers[t.origin]
 
     def _bases_of(self, t: Tensor) -> list[Tensor]:
-        return [] if t.producer is None or self._made_of[t] == (t,) else [base.origin for base in t.producer.bases]
+        return [] if t.producer is None or self._storages[t] == (t,) else [base.origin for base in t.producer.bases]
 
 
 def _ambiguity(graph: Graph, writer: Op, t: Tensor, reader: Op) -> PopxlError:

@@ -74,10 +74,10 @@ def drifting(ir: Ir, report: Report) -> Iterator[tuple[bool, Variable, Op, tuple
     change it, the axes, and a text."""
     if report.diverged or report.maybe_diverged:
         program = _Program(ir.main_graph)
-        for parted in (report.diverged, report.maybe_diverged):
-            for v, op, axes in program.drifting(report, parted):
+        for diverged in (report.diverged, report.maybe_diverged):
+            for v, op, axes in program.drifting(report, diverged):
                 text = _drifting(axes).text.replace(" ({line})", "").format(names=f"`{v.name}`")
-                yield parted is report.diverged, v, op, axes, text
+                yield diverged is report.diverged, v, op, axes, text
 
 
 def warn_of_crossing_updates(main: Graph) -> None:
@@ -207,8 +207,8 @@ class _Program:
         self.variables = [v for v in main.variables if v.piece is None and not v.location_info.isRemote()]
         self.runs: dict[Graph, GraphEffects] = {}
         for graph in callees_first(main):
-            held = self.variables if graph is main else graph.inputs
-            self.runs[graph] = EffectsPass(graph, held, self.runs).run
+            storages = self.variables if graph is main else graph.inputs
+            self.runs[graph] = EffectsPass(graph, storages, self.runs).run
         self.run = self.runs[main]
         # Content of variables before a run.
         self.first = [0 if writer is None else PER_RUN for writer in self.run.writers]
@@ -217,12 +217,12 @@ class _Program:
         """Dropout ops that repeat their mask in every run of a stateful program."""
         if any(self.run.writers):
             for op, seed in sorted(self.run.masks, key=lambda mask: mask[0].id):
-                again = op.graph.gradient_of is not None  # recomputation draws the same numbers
-                if not again and not bind_inputs(seed, self.first) & PER_RUN:
+                is_recomputed = op.graph.gradient_of is not None  # recomputation draws the same numbers
+                if not is_recomputed and not bind_inputs(seed, self.first) & PER_RUN:
                     yield op
 
     def drifting(
-        self, report: Report, parted: Mapping[Variable, tuple[int, ...]]
+        self, report: Report, diverged: Mapping[Variable, tuple[int, ...]]
     ) -> Iterator[tuple[Variable, Op, tuple[str, ...]]]:
         """Variables that drift apart on replicas sharing them, with the last op to change each, and the axes.
 
@@ -233,14 +233,20 @@ class _Program:
         Args:
             parted: variables that a run leaves different, with the axes: those of the report.
         """
-        if report.mesh is None or not parted:
+        if report.mesh is None or not diverged:
             return
-        shared = [v for v in self.main.variables if v.piece is not None or not v.location_info.isRemote()]
-        run = EffectsPass(self.main, [v.on_replica for v in shared], self.runs).run
-        for i, (v, writer) in enumerate(zip(shared, run.writers, strict=True)):
+        shared_variables = [v for v in self.main.variables if v.piece is not None or not v.location_info.isRemote()]
+        run = EffectsPass(self.main, [v.on_replica for v in shared_variables], self.runs).run
+        for i, (v, writer) in enumerate(zip(shared_variables, run.writers, strict=True)):
             bit = 1 << (INPUTS + i)
-            meant = v.replica_grouping.group_size == 1 or v.retrieval_mode == "all_replicas"
+            is_intended = v.replica_grouping.group_size == 1 or v.retrieval_mode == "all_replicas"
             restarts = writer is not None and writer.kind.overwrites is not None and writer.kind.overwrites.restarts
             reduced = run.reduced if v.piece is not None else run.reduced | run.gathered
-            if v in parted and writer and not (meant or restarts) and run.read & bit and not reduced & bit:
-                yield v, writer, tuple(report.mesh.names[axis] for axis in parted[v])
+            if (
+                v in diverged
+                and writer
+                and not (is_intended or restarts)
+                and run.initial_reads & bit
+                and not reduced & bit
+            ):
+                yield v, writer, tuple(report.mesh.names[axis] for axis in diverged[v])

@@ -156,7 +156,7 @@ class _Schedule:
             (run,) = call.op.runs
             if run.trait.is_loop or t in graph.outputs:
                 break
-            inner = [each for each, given in zip(run.inputs, run.given, strict=False) if given is t]
+            inner = [each for each, given in zip(run.inputs, run.operands, strict=False) if given is t]
             steps = [call.inputs_until[each] for each in inner if each in call.inputs_until]
             if not steps:
                 break

@@ -27,9 +27,9 @@ def reading_ipus(main: Graph) -> Readers:
         found: dict[Tensor, dict[int | None, None]] = defaultdict(dict)
         for op in graph.ops:
             spread = [run for run in op.runs if len(ipus[run.graph]) > 1]
-            passed = {t for run in spread for t in run.given}
+            passed = {t for run in spread for t in run.operands}
             for run in spread:
-                for t, inner in zip(run.given, run.inputs, strict=False):
+                for t, inner in zip(run.operands, run.inputs, strict=False):
                     found[t] |= readers[run.graph].get(inner, {})
             for i, t in enumerate(op.inputs):
                 if t not in passed and (op.runs or i not in op.modified):

@@ -8,15 +8,15 @@ class EditCounter:
     `popxl.analysis.edits.Snapshot` describes the changes.
 
     Attributes:
-        known: value of `count` when the last session was made; `None` before the first session.
+        compiled: value of `count` that the last session has compiled; `None` before the first session.
     """
 
-    __slots__ = ("count", "known")
+    __slots__ = ("compiled", "count")
 
     def __init__(self) -> None:
         self.count = 0
-        self.known: int | None = None
+        self.compiled: int | None = None
 
     def record_edit(self) -> None:
-        """Something has changed."""
+        """Count an edit of the program."""
         self.count += 1

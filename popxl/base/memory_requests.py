@@ -34,15 +34,15 @@ class RequestedMemory:
         samples: samples of a batch whose number of micro-batches the program leaves open; 1 if it states the number.
         is_state_open: whether the program leaves open where the state of the optimiser is.
         applied: objects that applied it while the program was built.
-        held: for graphs that stages of a pipeline call, the most micro-batches whose activations a device holds at a
-            time.
+        live_micro_batches: for graphs that stages of a pipeline call, maximum number of micro-batches with live
+            activations on a device at a time.
     """
 
     request: MemoryRequest
     samples: int = 1
     is_state_open: bool = False
     applied: list[Any] = field(default_factory=list)
-    held: dict[Any, int] = field(default_factory=dict)
+    live_micro_batches: dict[Any, int] = field(default_factory=dict)
 
 
 _requested: ContextVar[RequestedMemory | None] = ContextVar("current_request", default=None)

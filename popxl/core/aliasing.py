@@ -161,7 +161,9 @@ def overwritten(op: Op) -> frozenset[int]:
 
 def by_reference(op: Op) -> frozenset[int]:
     """Positions of op inputs passed by reference, by declaration or per call."""
-    bound = ((run.first + i, t) for run in op.runs for i, (t, _) in enumerate(zip(run.inputs, run.given, strict=False)))
+    bound = (
+        (run.first + i, t) for run in op.runs for i, (t, _) in enumerate(zip(run.inputs, run.operands, strict=False))
+    )
     return op.modified.union(i for i, t in bound if t.by_ref)
 
 

@@ -51,7 +51,7 @@ def replace(graph: Graph, ops: Sequence[Op], by: Callable[..., Any]) -> None:
         scope_prefix=first.name.removesuffix(first.op_type),
         sequence=Sequencer(),
     )
-    with context.hooks_held_back():
+    with context.defer_hooks():
         graph.ops, graph._tensors = [*as_it_was], {**tensors}
         try:
             with graph, place:

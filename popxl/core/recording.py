@@ -61,8 +61,8 @@ class Op:
 
     __slots__ = (
         "__weakref__",
+        "_created_at",
         "_graph",
-        "_made_at",
         "after",
         "attributes",
         "execution_context",
@@ -100,7 +100,7 @@ class Op:
         self.location: Location = here if kind.placed is None else kind.placed.place(inputs, attributes, here)
         self.execution_context: ExecutionContext = context.execution_context
         self.name = context.scope_prefix + kind.name
-        self._made_at: SourceLocation | DebugRecord | tuple[Any, int] = context.debug_record or user_frame()
+        self._created_at: SourceLocation | DebugRecord | tuple[Any, int] = context.debug_record or user_frame()
         self.after: tuple[int, ...] = ()
         self.id = -1  # set by the graph that the op is appended to
 
@@ -108,7 +108,7 @@ class Op:
     def restore(cls, kind: OpKind, graph: Graph, source: SourceLocation, **state: Any) -> Op:
         """Recreate an op from saved state, or part of a composite op."""
         op = object.__new__(cls)
-        op.kind, op._graph, op._made_at = kind, graph.ref, source
+        op.kind, op._graph, op._created_at = kind, graph.ref, source
         op._set(state)
         return op
 
@@ -176,7 +176,7 @@ class Op:
         elsewhere = {
             t
             for run in self.runs
-            for t, inner in zip(run.given, run.inputs, strict=False)
+            for t, inner in zip(run.operands, run.inputs, strict=False)
             if inner.is_read_elsewhere or _differ(inner.used_at, self.location)
         }
         return tuple(t in elsewhere for t in self.inputs)
@@ -195,7 +195,7 @@ class Op:
     @property
     def source(self) -> SourceLocation:
         """The user's line that created the op."""
-        made_at = self._made_at
+        made_at = self._created_at
         if isinstance(made_at, DebugRecord):
             return made_at.location
         return made_at if isinstance(made_at, SourceLocation) else SourceLocation.of(made_at)
@@ -203,8 +203,8 @@ class Op:
     @property
     def debug_record(self) -> DebugRecord:
         """The call that created the op: of a function with `popxl.context.op_debug_context`, otherwise of the op."""
-        if isinstance(self._made_at, DebugRecord):
-            return self._made_at
+        if isinstance(self._created_at, DebugRecord):
+            return self._created_at
         inputs, outputs = (tuple(t.id for t in tensors) for tensors in (self.inputs, self.outputs))
         api = snake(self.op_type)
         scopes = self.name.removesuffix(self.op_type)

@@ -236,12 +236,12 @@ class RecomputedFrom(Trait):
 
     Attributes:
         results: positions of these results.
-        by: function that computes the first result with ops. It is called with these results, and by name with the
-            operands and attributes.
+        function: function that computes the first result with ops. It is called with these results, and by name with
+            the operands and attributes.
     """
 
     results: tuple[int, ...]
-    by: Callable[..., Tensor]
+    function: Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -417,18 +417,18 @@ class Run:
         op: the op.
         graph: the graph.
         trait: trait of the op.
-        first: position of `given` among the inputs of the op.
-        given: tensors of the caller that are bound to `inputs`, in order; fewer than these, if the graph has gained
+        first: position of `operands` among the inputs of the op.
+        operands: tensors of the caller that are bound to `inputs`, in order; fewer than these, if the graph has gained
             inputs since.
-        when: condition under which the graph runs; `None` if it always does.
+        condition: value of the condition for which the graph runs; `None` if it always does.
     """
 
     op: Op
     graph: Graph
     trait: Runs
     first: int
-    given: tuple[Tensor, ...]
-    when: bool | None
+    operands: tuple[Tensor, ...]
+    condition: bool | None
 
     @property
     def op_inputs(self) -> tuple[Tensor, ...]:
@@ -470,7 +470,7 @@ class Run:
     @property
     def is_bound(self) -> bool:
         """Whether every input has a binding: the graph may have gained inputs."""
-        return len(self.given) == len(self.inputs)
+        return len(self.operands) == len(self.inputs)
 
 
 # Queries of traits --------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class _Reader:
         self._graphs: dict[str, Graph] = {}
         self._tensors: dict[str, Tensor] = {}
         self._streams: dict[str, Stream] = {}
-        self._pieces: list[Tensor] = []
+        self._shards: list[Tensor] = []
 
     def fill_ir(self) -> None:
         """Fill the Ir and check its content, in dependency order."""
@@ -278,13 +278,13 @@ class _Reader:
         fits = buffer is not None and piece.spec.to_tuple() == buffer.spec.to_tuple()
         check(fits, f"the piece of {t!r} is {piece!r}, which is not what a slot of {buffer!r} holds")
         t.piece = piece  # type: ignore[attr-defined]
-        self._pieces.append(piece)
+        self._shards.append(piece)
 
     def _add_ops(self, graph: Graph, saved: SavedGraph) -> None:
         """Create the ops of a graph. Each reads earlier results and creates unique ones."""
         there = {t for t in graph.tensors if isinstance(t, Variable | Constant)} | {*graph.inputs}
         check(not any(isinstance(t, Variable | Constant) for t in graph.inputs), f"{graph.title} has odd inputs")
-        there |= {t for t in self._pieces if t.graph_ref is graph.ref}
+        there |= {t for t in self._shards if t.graph_ref is graph.ref}
         earlier: set[int] = set()
         for each in saved.ops:
             op = self._op(graph, each)
@@ -396,7 +396,7 @@ class _Reader:
             check(not isinstance(value, list), f"{value!r} is no value")
             return value
         ((what, content),) = value.items()
-        return self._made[what](self, content)
+        return self._constructors[what](self, content)
 
     def _spec(self, content: Any) -> TensorSpec:
         shape, name, meta_shape = content
@@ -438,7 +438,7 @@ class _Reader:
             raise ValueError(f"there is no remote buffer with the number {number}")
         return self._ir.remote_buffers[number - 1]
 
-    _made: Mapping[str, Callable[[_Reader, Any], Any]] = {
+    _constructors: Mapping[str, Callable[[_Reader, Any], Any]] = {
         "array": lambda self, name: self._arrays[name][()],  # an array without dimensions was a number of NumPy
         "float": lambda self, text: float(text),
         "dtype": lambda self, name: dtype_.from_name(name),

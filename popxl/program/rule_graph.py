@@ -20,15 +20,15 @@ class RuleGraph:
     """Gradient rules of one op.
 
     Attributes:
-        graph: graph from the operands, the results, and the gradients of the results in `given`, to the gradients of
-            the operands in `wanted`, before they are summed over broadcast dimensions.
+        graph: graph from the operands, the results, and the gradients of the results in `gradient_outputs`, to the
+            gradients of the operands in `wanted`, before they are summed over broadcast dimensions.
         wanted: positions of the operands that have a gradient.
-        given: positions of the results that have one.
+        gradient_outputs: positions of the results with a gradient.
     """
 
     graph: Graph
     wanted: tuple[int, ...]
-    given: tuple[int, ...]
+    gradient_outputs: tuple[int, ...]
 
 
 def rule_graph(op: Op) -> RuleGraph:

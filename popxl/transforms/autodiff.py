@@ -187,8 +187,8 @@ class _Differentiation:
         self.copies: dict[Tensor, Tensor] = {}
         # Where some op cannot return more than it does, as a conditional, values on the way are computed again.
         self.recomputes = graph.keeps is not None or not all(site.gains for site in graph.call_sites)
-        self.again: dict[Op, Op] = {}
-        self.held: dict[Tensor, Tensor] = {}
+        self.recomputed: dict[Op, Op] = {}
+        self.delayed: dict[Tensor, Tensor] = {}
 
     def run(self) -> None:
         """Build the gradient graph and its `GradGraphInfo`. Reports missing gradients."""
@@ -371,15 +371,15 @@ class _Differentiation:
     def _computed_again(self, t: Tensor) -> Tensor:
         """A forward tensor, made in the gradient graph by the same ops."""
         made_by = cast(Op, t.producer)
-        if made_by not in self.again:
+        if made_by not in self.recomputed:
             self._compute_again(t)
-        return self.again[made_by].outputs[made_by.outputs.index(t)]
+        return self.recomputed[made_by].outputs[made_by.outputs.index(t)]
 
     def _compute_again(self, t: Tensor) -> None:
         missing = {t}
         ops = []
         for op in reversed(self.forward_graph.ops):
-            if op not in self.again and not missing.isdisjoint(op.outputs):
+            if op not in self.recomputed and not missing.isdisjoint(op.outputs):
                 ops.append(op)
                 missing.update(u for u in op.inputs if not self._is_caller_visible(u))
         for op in reversed(ops):
@@ -391,18 +391,18 @@ class _Differentiation:
                     "makes from both branches."
                 )
             with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
-                self.again[op] = op.clone(self._operands_again(op))
+                self.recomputed[op] = op.clone(self._operands_again(op))
 
     def _operands_again(self, op: Op) -> list[Tensor]:
         """Operands of an op that is computed again. Where the graph says so, it waits for the gradients; that one
         operand waits is enough."""
         operands = [self.counterpart(u) for u in op.inputs]
         given = [i for i, u in enumerate(op.inputs) if not isinstance(u, Constant) and self._is_caller_visible(u)]
-        if self.forward_graph.keeps is not None and given and not any(u.producer in self.again for u in op.inputs):
+        if self.forward_graph.keeps is not None and given and not any(u.producer in self.recomputed for u in op.inputs):
             t = operands[given[0]]
-            if t not in self.held:
-                self.held[t] = available_after(t, self.graph.inputs[0])
-            operands[given[0]] = self.held[t]
+            if t not in self.delayed:
+                self.delayed[t] = available_after(t, self.graph.inputs[0])
+            operands[given[0]] = self.delayed[t]
         return operands
 
 
@@ -428,7 +428,7 @@ def _leading_through_calls(
             (run,) = op.runs
             reached = frozenset(own for own, t in zip(run.outputs, op.outputs, strict=False) if t in leads)
             within = _leading_through_calls(run.graph, reached, known)
-            inputs &= {t for own, t in zip(run.inputs, run.given, strict=False) if own in within}
+            inputs &= {t for own, t in zip(run.inputs, run.operands, strict=False) if own in within}
         leads |= inputs
     known[graph, provided] = leads
     return leads

@@ -196,18 +196,18 @@ class Recorder:
 
     Args:
         policy: values to save or offload where a graph is recomputed. Functions that JAX has jitted are then inlined.
-        own: a graph that has its results already, wherever its own function is called on its inputs.
+        evaluated: a graph whose outputs replace calls of its own function on its inputs.
     """
 
-    def __init__(self, ir: Ir, policy: Policy | None = None, own: Graph | None = None) -> None:
+    def __init__(self, ir: Ir, policy: Policy | None = None, evaluated: Graph | None = None) -> None:
         self.ir = ir
         self.treated: dict[Treatment, set[Tensor]] = {"keep": set(), "offload": set(), "recompute": set()}
-        self.own = own
+        self.evaluated = evaluated
         self._policy = policy
 
     def for_graph(self, graph: Graph) -> Recorder:
         """Recorder for residuals of a graph's derivative rule."""
-        return Recorder(self.ir, own=graph)
+        return Recorder(self.ir, evaluated=graph)
 
     def for_inner_graphs(self) -> Recorder:
         """Recorder for ordinary inner graphs."""
@@ -251,8 +251,8 @@ class Recorder:
         results = self._equation(equation, read)
         source = source_of(equation)
         for op in ops[count:]:
-            if source is not None and isinstance(op._made_at, tuple):  # unless an explicit location is set
-                op._made_at = source
+            if source is not None and isinstance(op._created_at, tuple):  # unless an explicit location is set
+                op._created_at = source
         return results
 
     def _equation(self, equation: JaxprEqn, read: Callable[[Any], Tensor]) -> Sequence[Tensor]:

@@ -131,7 +131,7 @@ def _with_derivative(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequ
     """Convert a function with a custom derivative: call a graph with this rule."""
     operands, function = of_equation(equation)
     given = tuple(map(read, operands))
-    own = recorder.own
+    own = recorder.evaluated
     rule = None if own is None else own.derivative
     if own is not None and rule is not None and given == own.inputs and rule.belongs_to(function):
         return own.outputs[: rule.results]

@@ -41,7 +41,7 @@ class JaxDerivative:
         self.name = function.name
         self.results = len(graph.outputs)
         self._recorder, self._function = recorder, function
-        self._parts: dict[tuple[Wanted, Given], tuple[list[Tensor], ClosedJaxpr] | None] = {}
+        self._traces: dict[tuple[Wanted, Given], tuple[list[Tensor], ClosedJaxpr] | None] = {}
 
     def on_arrays(self, *arrays: Any) -> Sequence[Any]:
         """The function on arrays, as JAX differentiates it."""
@@ -60,9 +60,9 @@ class JaxDerivative:
             read: function from a tensor of `graph` to its value in the current graph.
         """
         key = wanted, tuple(gs)
-        if key not in self._parts:
-            self._parts[key] = self._traced(graph, *key)
-        parts = self._parts[key]
+        if key not in self._traces:
+            self._traces[key] = self._traced(graph, *key)
+        parts = self._traces[key]
         if parts is None:
             return self._by_one_op(graph, *key, gs, read)
         kept, backward = parts

@@ -326,7 +326,7 @@ def adafactor(
             holders = members("adafactor", each.grouping.const_rg)
             if each.tensor.meta_shape:
                 matrices, vectors = _of_shards
-                how |= {"whole": shape, "pieces": each.pieces, **holders}
+                how |= {"whole": shape, "pieces": each.num_shards, **holders}
             if each.axis is not None:
                 matrices, vectors = _of_groups
                 how |= {"whole": shape, "axis": each.axis - len(shape), **members("adafactor", None)}

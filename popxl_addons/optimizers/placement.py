@@ -13,16 +13,16 @@ class Placement:
     def __init__(self) -> None:
         self._copies: dict[tuple[popxl.Tensor, int], popxl.Tensor] = {}
         self._current = get_current_context().ipu_id
-        self._read_on = reading_ipus(popxl.gmg())
+        self._reading_ipus = reading_ipus(popxl.gmg())
 
     def ipu_of(self, t: popxl.Tensor) -> int | None:
         """IPU of the producing op; for variables, of the first reader; by default the current IPU."""
-        ipu = next(iter(self._read_on.get(t, ())), None) if t.origin.producer is None else final_ipu(t)
+        ipu = next(iter(self._reading_ipus.get(t, ())), None) if t.origin.producer is None else final_ipu(t)
         return self._current if ipu is None else ipu
 
     def copy_to(self, t: popxl.Tensor, ipu: int | None) -> popxl.Tensor:
         """`t` on an IPU: itself if already there or unused, otherwise a copy."""
-        is_free = t.origin.producer is None and t not in self._read_on and t.location[0] is None
+        is_free = t.origin.producer is None and t not in self._reading_ipus and t.location[0] is None
         if ipu is None or is_free or self.ipu_of(t) == ipu:
             return t
         if (t, ipu) not in self._copies:

@@ -46,7 +46,7 @@ class Trained:
         tensor: the variable, or the shard.
         gradient: gradient, of the same shape.
         grouping: replica grouping of the variable.
-        pieces: number of shards of each value.
+        num_shards: number of shards of each value.
         group_axis: axis along which the groups' values form one value, if any.
     """
 
@@ -54,7 +54,7 @@ class Trained:
     tensor: popxl.Tensor
     gradient: popxl.Tensor
     grouping: popxl.ReplicaGrouping
-    pieces: int
+    num_shards: int
     group_axis: int | None
 
     @property
@@ -70,16 +70,16 @@ class Trained:
     @property
     def copies(self) -> int:
         """Number of replicas with identical data."""
-        return self.grouping.const_rg.group_size // self.pieces
+        return self.grouping.const_rg.group_size // self.num_shards
 
     def state(self, name: str, dtype: popxl.dtype, shape: tuple[int, ...] | None = None) -> VariableFactory:
         """Factory of an associated state variable of zeros; equal shapes inherit grouping and sharding."""
-        pieces, shape = (self.pieces, self.whole_shape) if shape is None else (1, shape)
+        num_shards, shape = (self.num_shards, self.whole_shape) if shape is None else (1, shape)
         axis = self._group_axis_of(shape)
         is_reduced = self.axis is not None and axis is None  # all groups share the state then
         grouping = popxl.gir().replica_grouping() if is_reduced else self.grouping
         return VariableFactory(
-            partial(initial.zeros, shape), dtype, f"optimizer.{self.name}.{name}", False, grouping, pieces, axis
+            partial(initial.zeros, shape), dtype, f"optimizer.{self.name}.{name}", False, grouping, num_shards, axis
         )
 
     def _group_axis_of(self, shape: tuple[int, ...]) -> int | None:
@@ -127,8 +127,8 @@ def _like_variable(name: str, t: popxl.Tensor, gradient: popxl.Tensor, owner: po
     variable = owner if isinstance(owner, Variable) else None
     grouping = popxl.gir().replica_grouping() if variable is None else variable.replica_grouping
     group = grouping.const_rg.group_size
-    pieces = shard_count(math.prod(t.meta_shape), t.nelms, group) if t.meta_shape else 1
-    return Trained(name, t, gradient, grouping, pieces, None if variable is None else variable.group_axis)
+    num_shards = shard_count(math.prod(t.meta_shape), t.nelms, group) if t.meta_shape else 1
+    return Trained(name, t, gradient, grouping, num_shards, None if variable is None else variable.group_axis)
 
 
 def _by_name(optimizer: str, what: str, tensors: Tensors) -> dict[str, popxl.Tensor]:

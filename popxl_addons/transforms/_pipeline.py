@@ -113,10 +113,10 @@ class Pipelining:
         self._wanted = schedule
         self.stages: list[PipelineBoundGraph] = []
         self._ipus: list[int | None] = []  # where each stage is called
-        self._read: list[tuple[tuple[popxl.Tensor, int | None], int, tuple[int, ...]]] = []  # makers and readers
+        self._transfers: list[tuple[tuple[popxl.Tensor, int | None], int, tuple[int, ...]]] = []  # makers and readers
         self._makers: dict[str, int] = {}  # the stages that make values for others
         self._waits: dict[str, int] = {}  # the cycles until the last of these reads them
-        self._shared: dict[str, popxl.Tensor] = {}  # the tensors from outside
+        self._outer_tensors: dict[str, popxl.Tensor] = {}  # the tensors from outside
         self._changed: set[str] = set()  # tensors among them that some stage changes
 
     def apply(self, include_ops: Mapping[OpId, int]) -> None:
@@ -133,7 +133,7 @@ class Pipelining:
     def schedule(self) -> PipelineSchedule:
         """Pipeline schedule, known after application. Raises `ValueError` if absent."""
         stages = range(len(self._ipus))
-        needs = [{made_in for _, made_in, read_in in self._read if s in read_in} for s in stages]
+        needs = [{made_in for _, made_in, read_in in self._transfers if s in read_in} for s in stages]
         wanted = "cycles" if self._wanted is None else self._wanted
         return scheduled(wanted, self._ipus, needs, self.steps, self._values_by_row)
 
@@ -147,7 +147,7 @@ class Pipelining:
         rows = dict(zip(self._ipus, device_of, strict=True))
         return tuple(
             PipelineValue(t.name, made_in, read_in, t.nelms * t.dtype.itemsize, rows.get(ipu, device_of[made_in]))
-            for (t, ipu), made_in, read_in in self._read
+            for (t, ipu), made_in, read_in in self._transfers
         )
 
     def _plan(self, by_stage: Sequence[Sequence[Op]]) -> None:
@@ -158,7 +158,7 @@ class Pipelining:
         for s, members in enumerate(by_stage):
             for t in dict.fromkeys(t for op in members for t in op.inputs if makers.get(t, s) != s):
                 readers.setdefault(t, []).append(s)
-        self._read = [((t, t.location[0]), makers[t], tuple(stages)) for t, stages in readers.items()]
+        self._transfers = [((t, t.location[0]), makers[t], tuple(stages)) for t, stages in readers.items()]
         if self._wanted is not None:
             self.schedule  # noqa: B018  # what is wrong with it is said before anything moves
 
@@ -176,13 +176,13 @@ class Pipelining:
                     self._makers[t.id] = makers[t]
                     self._waits[t.id] = max(self._waits.get(t.id, 0), s - makers[t])
             given = {t: stand_in(t, makers, stage.graph, partial(_stage_tensor, stage)) for t in read}
-            self._shared.update((t.id, t) for t in stage.args.values() if t not in makers)
+            self._outer_tensors.update((t.id, t) for t in stage.args.values() if t not in makers)
             self.graph.move(by_stage[s], stage.graph, given)
             for t in ids:
                 if makers[t] == s and ids[t] in self._waits:
                     stage.add_output_tensor(t, ids[t])
             for i in written_inputs(stage.graph):
-                if (id := stage.original_input_ids[i]) in self._shared:
+                if (id := stage.original_input_ids[i]) in self._outer_tensors:
                     stage.graph.inputs[i].by_ref = True
                     self._changed.add(id)
 
@@ -191,10 +191,10 @@ class Pipelining:
         count = len(self.stages)
         waiting: Waiting = {id: deque([None] * wait, wait) for id, wait in self._waits.items()}
         for first_idle in range(1, count):
-            self.cycle(range(first_idle), self._shared, waiting)
+            self.cycle(range(first_idle), self._outer_tensors, waiting)
         self.main_cycle(waiting)
         for first_busy in range(1, count):
-            self.cycle(range(first_busy, count), self._shared, waiting)
+            self.cycle(range(first_busy, count), self._outer_tensors, waiting)
 
     @popxl.in_sequence()
     def build_scheduled(self) -> None:
@@ -204,7 +204,7 @@ class Pipelining:
         for _, (s, m), *_ in timeline.tasks:
             stage = self.stages[s]
             for id in stage.original_input_ids:
-                stage.reconnect_input(id, made[id, m] if id in self._makers else self._shared[id])
+                stage.reconnect_input(id, made[id, m] if id in self._makers else self._outer_tensors[id])
             with get_current_context().set(ipu_id=self._ipus[s]):
                 made.update(zip([(id, m) for id in stage.original_output_ids], stage.call(), strict=True))
 
@@ -228,13 +228,13 @@ class Pipelining:
             inside: Waiting = {
                 id: deque([body.add_input_like(t) for t in queue], queue.maxlen) for id, queue in waiting.items()
             }
-            shared = {id: body.add_input_like(t, id in self._changed) for id, t in self._shared.items()}
+            shared = {id: body.add_input_like(t, id in self._changed) for id, t in self._outer_tensors.items()}
             self.cycle(range(len(self.stages)), shared, inside)
             for queue in inside.values():
                 for t in queue:
                     body.add_output(t)
         full = self.steps - len(self.stages) + 1
-        results = iter(ops.repeat(body, full, carried, self._shared.values()))
+        results = iter(ops.repeat(body, full, carried, self._outer_tensors.values()))
         for queue in waiting.values():
             queue.extend([next(results) for _ in queue])
 

@@ -71,7 +71,7 @@ def _op_needs(
         results = tuple(paths[t] for t in op.outputs if t in paths)
         if is_call(op) and len(results) > 1:
             (run,) = op.runs
-            pairs = [*zip(run.inputs, run.given, strict=True), *zip(run.outputs, op.outputs, strict=True)]
+            pairs = [*zip(run.inputs, run.operands, strict=True), *zip(run.outputs, op.outputs, strict=True)]
             inner_factors = _factors(run.graph) | factors.where(pairs)
             yield from _op_needs(run.graph, {inner: paths[t] for inner, t in pairs if t in paths}, inner_factors, True)
             continue
@@ -79,7 +79,7 @@ def _op_needs(
         operands = {path: None for paths, _ in before for path in paths}
         ops = [*dict.fromkeys(each for _, ops in before for each in ops), op]
         if results:
-            is_fused = [_is_fused(each, factors.all) for each in ops]
+            is_fused = [_is_fused(each, factors.any_product) for each in ops]
             yield OpNeeds(
                 operands=tuple(operands),
                 results=results,
@@ -100,11 +100,11 @@ class _Factors(NamedTuple):
     """Tensors that products read.
 
     Attributes:
-        all: those that any product reads.
-        of_attention: those that attention reads, whose kernels are several products.
+        any_product: operands of any product.
+        of_attention: operands of attention, whose kernels are several products.
     """
 
-    all: set[popxl.Tensor]
+    any_product: set[popxl.Tensor]
     of_attention: set[popxl.Tensor]
 
     def where(self, pairs: Sequence[tuple[popxl.Tensor, popxl.Tensor]]) -> _Factors:
@@ -180,7 +180,7 @@ def _spans(graph: popxl.Graph) -> dict[popxl.Tensor, tuple[int, int]]:
 
 def _steps(graph: popxl.Graph) -> Iterator[int]:
     """Bytes computed by the graph itself, at each op."""
-    factors = _factors(graph).all | {*graph.outputs}
+    factors = _factors(graph).any_product | {*graph.outputs}
     spans = _spans(graph)
     made = [(spans[t], size_in_bytes(t)) for op in graph.ops if not _is_fused(op, factors) for t in op.outputs]
     for number in range(max(len(graph.ops), 1)):

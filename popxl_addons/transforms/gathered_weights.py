@@ -74,7 +74,7 @@ def gather_where_read(graph: GraphWithNamedArgs, variables: NamedTensors) -> Gra
     inputs, known = graph.graph.inputs, variables.to_dict()
     held = {inputs.index(t): _shards_of(known.get(name)) for name, t in graph.args.to_dict().items()}
     copies = _Copies(merge_called_graphs(graph.called_graphs_grad_info))
-    only_read = copies.only_read(graph.graph)
+    only_read = copies.read_only_inputs(graph.graph)
     shards = {i: each for i, each in held.items() if each is not None and inputs[i] in only_read}
     if not shards:
         return graph
@@ -120,8 +120,8 @@ def _computed_inputs(op: Op) -> list[popxl.Tensor]:
     if not is_call(op):
         return []
     (run,) = op.runs
-    referred = {outer for inner, outer in zip(run.inputs, run.given, strict=False) if inner.by_ref}
-    return [t for t in dict.fromkeys(run.given) if t.producer is not None and t not in referred]
+    referred = {outer for inner, outer in zip(run.inputs, run.operands, strict=False) if inner.by_ref}
+    return [t for t in dict.fromkeys(run.operands) if t.producer is not None and t not in referred]
 
 
 def _replace_inputs(call: Op, inputs: Sequence[popxl.Tensor], by: Callable[[popxl.Tensor], popxl.Tensor]) -> None:
@@ -150,20 +150,20 @@ def _shards_of(variable: popxl.Tensor | None) -> _Shards | None:
 class _Copies:
     """Copies of graphs that take shards, one for each combination of inputs."""
 
-    given: Container[popxl.Graph]
-    made: dict[tuple[popxl.Graph, frozenset[tuple[int, _Shards]]], popxl.Graph] = field(default_factory=dict)
-    _only_read: dict[popxl.Graph, set[popxl.Tensor]] = field(default_factory=dict)
+    differentiated: Container[popxl.Graph]
+    copies: dict[tuple[popxl.Graph, frozenset[tuple[int, _Shards]]], popxl.Graph] = field(default_factory=dict)
+    _read_only: dict[popxl.Graph, set[popxl.Tensor]] = field(default_factory=dict)
 
-    def only_read(self, graph: popxl.Graph) -> set[popxl.Tensor]:
+    def read_only_inputs(self, graph: popxl.Graph) -> set[popxl.Tensor]:
         """Inputs of a graph that it reads, and neither overwrites nor returns."""
-        if graph not in self._only_read:
+        if graph not in self._read_only:
             read, written = {t for op in graph.ops for t in op.inputs}, written_inputs(graph)
-            self._only_read[graph] = {
+            self._read_only[graph] = {
                 t
                 for i, t in enumerate(graph.inputs)
                 if t in read and i not in written and not t.by_ref and t not in graph.outputs
             }
-        return self._only_read[graph]
+        return self._read_only[graph]
 
     def is_only_passed(self, graph: popxl.Graph, t: popxl.Tensor) -> bool:
         """Whether nothing reads an input of a graph but calls of graphs that may be copied."""
@@ -175,20 +175,20 @@ class _Copies:
             return False
         (run,) = op.runs
         callee = run.graph
-        is_differentiated = callee not in self.given and callee.differentiable and callee.derivative is None
-        own = {inner for inner, outer in zip(run.inputs, run.given, strict=False) if outer is t}
-        return is_differentiated and run.is_bound and own <= self.only_read(callee)
+        is_differentiated = callee not in self.differentiated and callee.differentiable and callee.derivative is None
+        own = {inner for inner, outer in zip(run.inputs, run.operands, strict=False) if outer is t}
+        return is_differentiated and run.is_bound and own <= self.read_only_inputs(callee)
 
     def copy(self, graph: popxl.Graph, shards: _ByInput) -> popxl.Graph:
         """Copy a graph, with shards for some inputs, by position. What it reads itself, it gathers first."""
         key = graph, frozenset(shards.items())
-        if key not in self.made:
-            self.made[key] = self._copy(graph, shards)
-        return self.made[key]
+        if key not in self.copies:
+            self.copies[key] = self._copy(graph, shards)
+        return self.copies[key]
 
     def remove_originals(self) -> None:
         """Remove the graphs that were copied, callers first, unless something else calls them."""
-        for graph, _ in reversed(self.made):
+        for graph, _ in reversed(self.copies):
             if not graph.call_sites and graph in graph.ir.graphs:
                 graph.ir.remove_graph(graph)
 
@@ -198,7 +198,7 @@ class _Copies:
         for op in graph.ops:
             if not passed.keys().isdisjoint(op.inputs):
                 (run,) = op.runs
-                callees[op] = self.copy(run.graph, {j: passed[t] for j, t in enumerate(run.given) if t in passed})
+                callees[op] = self.copy(run.graph, {j: passed[t] for j, t in enumerate(run.operands) if t in passed})
         copy = graph.ir.create_empty_graph(graph.name.partition("_subgraph")[0])
         own = [
             copy.add_input(shards[i].spec if i in shards else t.spec, t.name, t.by_ref, t.path)

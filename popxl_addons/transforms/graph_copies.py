@@ -20,17 +20,17 @@ class Transfers:
         fetched: inputs that the copy lacks, each with a function that adds the ops to fetch it. These come right before
             the first op that reads the input, and get the tensor that was computed last, for which they may wait;
             `None` if there is none.
-        together: function that returns the inputs to fetch when an op reads one that is absent, from the op and this
+        fetch_group: function that returns the inputs to fetch when an op reads one that is absent, from the op and this
             input.
         period: ops of different periods share no fetched tensor: each period fetches its own.
-        made: tensors to offload, each with a function that adds the ops to offload it. These come right after the op
-            that makes the tensor, and return the tensor that the copy returns in its place.
+        offloaded: tensors to offload, each with a function that adds the ops to offload it. These come right after the
+            op that makes the tensor, and return the tensor that the copy returns in its place.
     """
 
     fetched: Mapping[popxl.Tensor, Callable[[popxl.Tensor | None], popxl.Tensor]] = field(default_factory=dict)
-    together: Callable[[Op, popxl.Tensor], Iterable[popxl.Tensor]] = lambda op, t: (t,)
+    fetch_group: Callable[[Op, popxl.Tensor], Iterable[popxl.Tensor]] = lambda op, t: (t,)
     period: Callable[[Op], Hashable] = lambda op: None
-    made: Mapping[popxl.Tensor, Callable[[popxl.Tensor], popxl.Tensor]] = field(default_factory=dict)
+    offloaded: Mapping[popxl.Tensor, Callable[[popxl.Tensor], popxl.Tensor]] = field(default_factory=dict)
 
 
 def copy_graph(
@@ -66,7 +66,7 @@ def copy_graph(
         of.update((t, copy.add_input_like(t, t.by_ref)) for t in missing)
         of.update((t, popxl.constant(t.data, t.dtype, t.name)) for t in graph.tensors if isinstance(t, Constant))
         ids: dict[int, int] = {}
-        given_up = {t: transfers.made[t](of[t]) for t in graph.inputs if t in of and t in transfers.made}
+        given_up = {t: transfers.offloaded[t](of[t]) for t in graph.inputs if t in of and t in transfers.offloaded}
         latest = None
         period: Hashable = None
         for op in graph.ops:
@@ -76,12 +76,12 @@ def copy_graph(
                     for t in transfers.fetched:
                         of.pop(t, None)
                 used = [t for t in op.inputs if t in transfers.fetched and t not in of and op not in instead]
-                for t in dict.fromkeys(each for needed in used for each in transfers.together(op, needed)):
+                for t in dict.fromkeys(each for needed in used for each in transfers.fetch_group(op, needed)):
                     if t not in of:
                         of[t] = transfers.fetched[t](latest)
                 twin = _twin(op, of, callees.get(op), instead.get(op))
                 of.update(zip(op.outputs, twin.outputs, strict=True))
-                given_up.update((t, transfers.made[t](of[t])) for t in op.outputs if t in transfers.made)
+                given_up.update((t, transfers.offloaded[t](of[t])) for t in op.outputs if t in transfers.offloaded)
             latest = next((t for t in twin.outputs if t.dtype.is_floating_point), latest)
             twin.edit(modified=op.modified, name=op.name, after=tuple(ids[id] for id in op.after if id in ids))
             ids[op.id] = twin.id

@@ -190,7 +190,7 @@ class StageContext:
                 if each is graph
             ]
             stashed = self.schedule.simulate(values=values).stashed_bytes
-            requested.held[graph] = max(requested.held.get(graph, 1), *stashed)
+            requested.live_micro_batches[graph] = max(requested.live_micro_batches.get(graph, 1), *stashed)
 
     def hook(self, op: Op) -> None:
         """Record a new op's stage. Raises `RuntimeError` without stage."""

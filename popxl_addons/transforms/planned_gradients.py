@@ -29,7 +29,7 @@ from popxl_addons.transforms.memory_plan import (
     is_transposed_input,
     matches_nothing,
 )
-from popxl_addons.transforms.recomputation import ops_again, recompute_activations
+from popxl_addons.transforms.recomputation import recompute_activations, recomputed_ops
 
 
 class PlannedGradients:
@@ -66,9 +66,9 @@ class PlannedGradients:
         self.calls = Counter[popxl.Graph]()
         for op, times in calls_in(model):
             self.calls[op.called_graphs[0]] += times
-        self.is_whole = not self.calls
+        self.covers_model = not self.calls
         """Whether the model is planned as a whole: activations are then recomputed right before they are read."""
-        if self.is_whole:
+        if self.covers_model:
             self.calls[model] = 1
         self.names = _names(self.calls)
         self._tail = _tail_of(model)
@@ -95,10 +95,10 @@ class PlannedGradients:
     @property
     def needs(self) -> tuple[GraphNeeds, ...]:
         """What the planned graphs need in memory and time: what a plan within a budget is computed from."""
-        held = 1 if self._budget_request is None else self._budget_request.held.get(self.model, 1)
+        held = 1 if self._budget_request is None else self._budget_request.live_micro_batches.get(self.model, 1)
         return tuple(
             graph_needs(
-                self._gradients[graph], self._backward[graph], self.names[graph], self.model, held, self.is_whole
+                self._gradients[graph], self._backward[graph], self.names[graph], self.model, held, self.covers_model
             )
             for graph in self.names
             if graph in self._gradients
@@ -142,7 +142,7 @@ class PlannedGradients:
         for each in known:
             by_treatment[treatments[each.path]].append(each.tensor)
         read = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
-        _, recomputed = ops_again(info, {*by_treatment["keep"], *by_treatment["offload"]})
+        _, recomputed = recomputed_ops(info, {*by_treatment["keep"], *by_treatment["offload"]})
         shown = read | {*recomputed}
         self._applied_plans[graph] = GraphPlan(
             graph=self.names[graph],
@@ -166,7 +166,7 @@ class PlannedGradients:
         """A gradient that recomputes activations, except for those that are kept or offloaded."""
         if info.forward_graph not in self._handwritten:
             apply_patterns([info.graph])
-        planned, _ = recompute_activations(info, keep, offload, as_read=self.is_whole)
+        planned, _ = recompute_activations(info, keep, offload, as_read=self.covers_model)
         return planned
 
     def with_treatments(self, given: Mapping[popxl.Graph, GradGraphInfo]) -> dict[popxl.Graph, GradGraphInfo]:

@@ -140,7 +140,7 @@ def recompute_activations(
         (t, e.fwd_tensor) for t, e in zip(grad.inputs, info.expected_inputs, strict=False) if not e.is_activation
     ]
     read = {t: e.fwd_tensor for t, e in zip(grad.inputs, info.expected_inputs, strict=False) if e.is_activation}
-    again, taken = ops_again(info, {*keep, *offload})
+    again, taken = recomputed_ops(info, {*keep, *offload})
     inputs, outputs = {*forward.inputs}, {*forward.outputs}
     away = {t: _offloaded(t) for t in sorted(offload, key=lambda t: t.id) if t in taken}
     for t in taken:
@@ -190,21 +190,21 @@ def _ordered(results: Sequence[popxl.Tensor]) -> list[popxl.Tensor]:
     return [first, *others]
 
 
-class OpsAgain(NamedTuple):
+class RecomputedOps(NamedTuple):
     """Ops of a forward graph to recompute.
 
     Attributes:
         ops: ops in order; calls of which some results are taken, each with the ops of the called graph that lead to the
             other results.
-        taken: tensors to take in place of recomputing them.
-        read: all tensors that are read, inputs of the graph among them.
+        saved: tensors that are passed from the forward call.
+        reads: all operands, including inputs of the graph.
     """
 
-    ops: list[tuple[Op, OpsAgain | None]]
-    taken: set[popxl.Tensor]
-    read: set[popxl.Tensor]
+    ops: list[tuple[Op, RecomputedOps | None]]
+    saved: set[popxl.Tensor]
+    reads: set[popxl.Tensor]
 
-    def leading_to(self, t: popxl.Tensor, there: Container[popxl.Tensor]) -> OpsAgain:
+    def leading_to(self, t: popxl.Tensor, there: Container[popxl.Tensor]) -> RecomputedOps:
         """The ops among these that compute a tensor from those that are there."""
         makers = {made: i for i, (op, _) in enumerate(self.ops) for made in op.outputs}
         needed = set[int]()
@@ -217,7 +217,7 @@ class OpsAgain(NamedTuple):
         return self._replace(ops=[self.ops[i] for i in sorted(needed)])
 
 
-def _compute(again: OpsAgain, of: _Bound, first: popxl.Tensor, available: set[popxl.Tensor]) -> None:
+def _compute(again: RecomputedOps, of: _Bound, first: popxl.Tensor, available: set[popxl.Tensor]) -> None:
     """Copy ops into the current graph.
 
     Args:
@@ -225,7 +225,7 @@ def _compute(again: OpsAgain, of: _Bound, first: popxl.Tensor, available: set[po
         first: the gradient that the copies wait for.
         available: inputs of their graph that do not wait for it.
     """
-    waiting = again.read.intersection(of) - again.taken - available
+    waiting = again.reads.intersection(of) - again.saved - available
     held: _Bound = {}
     for op, within in again.ops:
         with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
@@ -253,7 +253,7 @@ def _computed(op: Op, of: _Bound, held: _Bound) -> Sequence[popxl.Tensor]:
         return op.clone(inputs).outputs
     of |= {t: held[t] for t in op.inputs if t in held}
     given = [of[op.outputs[i]] for i in short.results]
-    return [short.by(*given, **op.attributes | dict(zip(op.operand_names(), inputs, strict=True)))]
+    return [short.function(*given, **op.attributes | dict(zip(op.operand_names(), inputs, strict=True)))]
 
 
 def _to_wait(op: Op, waiting: set[popxl.Tensor], available: set[popxl.Tensor]) -> list[popxl.Tensor]:
@@ -268,13 +268,15 @@ def _to_wait(op: Op, waiting: set[popxl.Tensor], available: set[popxl.Tensor]) -
     return [] if not waiting.isdisjoint(op.inputs) else [*activations, *op.inputs][:1]
 
 
-def _compute_in_part(call: Op, within: OpsAgain, of: _Bound, first: popxl.Tensor, waiting: set[popxl.Tensor]) -> None:
+def _compute_in_part(
+    call: Op, within: RecomputedOps, of: _Bound, first: popxl.Tensor, waiting: set[popxl.Tensor]
+) -> None:
     """Copy some ops of a called graph into the current graph, in place of the call. Adds its results to `of`, and those
     that wait for `first` to `waiting`."""
     (run,) = call.runs
-    inputs = {inner: t for inner, t in zip(run.inputs, run.given, strict=True) if inner in within.read}
+    inputs = {inner: t for inner, t in zip(run.inputs, run.operands, strict=True) if inner in within.reads}
     outputs = [*zip(run.outputs, call.outputs, strict=True)]
-    given = inputs | {inner: t for inner, t in outputs if inner in within.taken and t in of}
+    given = inputs | {inner: t for inner, t in outputs if inner in within.saved and t in of}
     inner_of = {inner: _forward_tensor(t, of) for inner, t in given.items()}
     _compute(within, inner_of, first, {inner for inner, t in inputs.items() if t not in waiting})
     of |= {t: inner_of[inner] for inner, t in given.items()}
@@ -292,7 +294,7 @@ def _forward_tensor(t: popxl.Tensor, of: _Bound) -> popxl.Tensor:
     return of[t]
 
 
-def ops_again(info: GradGraphInfo, given: Collection[popxl.Tensor]) -> tuple[OpsAgain, list[popxl.Tensor]]:
+def recomputed_ops(info: GradGraphInfo, given: Collection[popxl.Tensor]) -> tuple[RecomputedOps, list[popxl.Tensor]]:
     """Ops to recompute for the reads of a gradient, and forward tensors for their saved inputs.
 
     Args:
@@ -307,17 +309,17 @@ def ops_again(info: GradGraphInfo, given: Collection[popxl.Tensor]) -> tuple[Ops
         *(e.fwd_tensor for e in info.expected_inputs if not e.is_activation),
     }
     again = _leading(info.forward_graph, {e.fwd_tensor for e in info.expected_inputs if e.is_activation}, known)
-    inputs = [t for t in info.forward_graph.inputs if t in again.read]
-    return again, inputs + sorted(again.taken, key=lambda t: t.id)
+    inputs = [t for t in info.forward_graph.inputs if t in again.reads]
+    return again, inputs + sorted(again.saved, key=lambda t: t.id)
 
 
-def _leading(graph: popxl.Graph, wanted: Iterable[popxl.Tensor], known: set[popxl.Tensor]) -> OpsAgain:
+def _leading(graph: popxl.Graph, wanted: Iterable[popxl.Tensor], known: set[popxl.Tensor]) -> RecomputedOps:
     """Ops of a graph that lead from its inputs and known tensors to wanted ones, within called graphs, too."""
-    again = OpsAgain([], set(), {*wanted})
+    again = RecomputedOps([], set(), {*wanted})
     for op in reversed(graph.ops):
-        read = again.read.intersection(op.outputs)
+        read = again.reads.intersection(op.outputs)
         taken = read if has_effect(op) or op.modified else read & known
-        again.taken.update(taken)
+        again.saved.update(taken)
         if taken == read:
             continue
         if is_call(op) and not known.isdisjoint(op.outputs):
@@ -326,11 +328,11 @@ def _leading(graph: popxl.Graph, wanted: Iterable[popxl.Tensor], known: set[popx
             within = _leading(
                 run.graph, {i for i, t in pairs if t in read - taken}, {i for i, t in pairs if t in known}
             )
-            again.taken.update(t for i, t in pairs if i in within.taken and t in known)
-            again.read.update(t for i, t in zip(run.inputs, run.given, strict=True) if i in within.read)
+            again.saved.update(t for i, t in pairs if i in within.saved and t in known)
+            again.reads.update(t for i, t in zip(run.inputs, run.operands, strict=True) if i in within.reads)
             again.ops.append((op, within))
         else:
-            again.read.update(op.inputs)
+            again.reads.update(op.inputs)
             again.ops.append((op, None))
     again.ops.reverse()
     return again

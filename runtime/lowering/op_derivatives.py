@@ -62,13 +62,13 @@ def with_rules(op: Op) -> Callable[..., Any]:
     def derivative(operands: Sequence[Array], tangents: Sequence[Array]) -> Any:
         results = function(*operands)
         rules = rule_graph(op)
-        specs = [jax.ShapeDtypeStruct(results[k].shape, results[k].dtype) for k in rules.given]
+        specs = [jax.ShapeDtypeStruct(results[k].shape, results[k].dtype) for k in rules.gradient_outputs]
 
         def pull(*gs: Array) -> tuple[Array, ...]:
             return _pull_back(rules, op, operands, results, gs)
 
         moved = jax.linear_transpose(pull, *specs)(tuple(tangents[i] for i in rules.wanted)) if rules.wanted else ()
-        found = dict(zip(rules.given, moved, strict=False))
+        found = dict(zip(rules.gradient_outputs, moved, strict=False))
         return results, tuple(found.get(k, _no_tangent(value)) for k, value in enumerate(results))
 
     return function

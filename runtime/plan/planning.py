@@ -145,7 +145,7 @@ class PlanBuilder:
         """Graphs of a host-executed op: one for calls and loops, two for conditionals."""
         kept = tuple((stack, stack) for stack in stacks)
         for run in op.runs:
-            given = tuple((t.origin, inner) for t, inner in zip(run.given, run.inputs, strict=False))
+            given = tuple((t.origin, inner) for t, inner in zip(run.operands, run.inputs, strict=False))
             fixed = {inner: t for t, inner in given if isinstance(t, Constant) and self._is_immutable(t)}
             returned = tuple((result, t.origin) for result, t in run.results)
             written = tuple(given[i] for i in sorted(op.modified))

@@ -155,8 +155,8 @@ class Debugged(Lowering):
     def _conditional(self, op: Op, environment: Environment, context: Context) -> _Steps[None]:
         check_bound(op)
         taken = environment.value_of(op.inputs[0]).item()
-        (run,) = (run for run in op.runs if run.when == taken)
-        results = yield from self._graph(run.graph, [environment.value_of(t) for t in run.given], context, Sharing())
+        (run,) = (run for run in op.runs if run.condition == taken)
+        results = yield from self._graph(run.graph, [environment.value_of(t) for t in run.operands], context, Sharing())
         for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
             environment.write(t, value)
 

@@ -83,7 +83,7 @@ def _follow(graph: Graph, reached: set[popxl.Tensor], first: int, found: set[Op]
 
 def _bound(run: Any, to: Set[popxl.Tensor]) -> set[popxl.Tensor]:
     """The inputs of a run of a graph that are bound to some tensors of the caller."""
-    return {t for t, given in zip(run.inputs, run.given, strict=False) if given in to}
+    return {t for t, given in zip(run.inputs, run.operands, strict=False) if given in to}
 
 
 def _readers_of(some: Set[popxl.Tensor], graph: Graph) -> Iterator[Op]:

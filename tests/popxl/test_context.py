@@ -477,12 +477,12 @@ def test_hooks_can_be_held_back(ir, hooks):
     context = get_current_context()
     hooks.append(context.register_op_created_hook(lambda op: seen.append(op.outputs[0].name)))
     with ir.main_graph:
-        with context.hooks_held_back():
+        with context.defer_hooks():
             op("a")
-            with pytest.raises(KeyError), context.hooks_held_back():
+            with pytest.raises(KeyError), context.defer_hooks():
                 op("b")
                 raise KeyError
-            with context.hooks_held_back():
+            with context.defer_hooks():
                 op("c")
             op("d")
             assert seen == []

@@ -155,7 +155,7 @@ class _OnAll(Lowering):
         results = []
         for run in op.runs:
             if (taken == run.when).any():
-                given = [environment.value_of(t) for t in run.given]
+                given = [environment.value_of(t) for t in run.operands]
                 results.append(self.lower_call(run.graph, given, context).outputs[: len(op.outputs)])
         if len(results) == 2:
             first, second = results if op.runs[0].when else results[::-1]

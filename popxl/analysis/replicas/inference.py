@@ -358,7 +358,7 @@ class _GraphInference:
         condition = tuple(REDUCED if along == REPEATED_SUM else along for along in types[0])  # multiples of conditions
         results: list[ReplicaType] = [condition] * len(op.outputs)
         for run in op.runs:
-            bound = self.bound_types(op, run.graph, types[run.first : run.first + len(run.given)])
+            bound = self.bound_types(op, run.graph, types[run.first : run.first + len(run.operands)])
             outputs = self.program.run(run.graph, bound).outputs
             results = [join(a, b) for a, b in zip(results, outputs, strict=False)]
         return results

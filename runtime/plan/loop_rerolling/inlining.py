@@ -46,7 +46,7 @@ class InlinedGraphs:
                 entered.pop()
             elif self._is_inlined(op):
                 (run,) = op.runs
-                self.aliases.update(zip(run.inputs, run.given, strict=True))
+                self.aliases.update(zip(run.inputs, run.operands, strict=True))
                 self.aliases.update(run.results)
                 entered.append(iter(run.graph.ops))
             else:
@@ -62,8 +62,8 @@ class InlinedGraphs:
             return False
         changed = changed_inputs(run.graph)
         made_of = self._storages(op.graph)
-        count = Counter(s for t in run.given for s in made_of[t])
-        apart = all(count[s] == 1 for i in changed for s in made_of[run.given[i]])
+        count = Counter(s for t in run.operands for s in made_of[t])
+        apart = all(count[s] == 1 for i in changed for s in made_of[run.operands[i]])
         outputs = [output.origin for _, output in run.results]
         own = all(view_of(t) is None and t not in run.inputs and not isinstance(t, Constant) for t in outputs)
         return apart and own and changed <= op.modified and len(set(outputs)) == len(outputs)

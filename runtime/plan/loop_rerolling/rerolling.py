@@ -218,7 +218,7 @@ class _PackingAnalysis:
         own = len(run.op_inputs)
         written = {i - own for i in changed_inputs(run.graph)}
         copied = {*range(run.carried), *(returned_by_ref(run.op) if run.carried else ())}
-        given = [*map(self._storage, run.given)]
+        given = [*map(self._storage, run.operands)]
         count = Counter(given)
         return {
             inner: sources.get(storage)

@@ -46,7 +46,7 @@ if what == "ir":
         popxl.variable(2.0, name="v") + 1
     ir.save(folder / "program")
 else:
-    with checkpoint.created(str(folder / "c")) as directory:
+    with checkpoint.new_checkpoint(str(folder / "c")) as directory:
         array_files.write_arrays(directory, {"v": np.full(2, 2.0)}, "safetensors")
 """
 

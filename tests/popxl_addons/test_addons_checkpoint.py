@@ -414,7 +414,7 @@ def test_a_reader_is_told_of_another_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError), checkpoint.open_checkpoint(str(tmp_path / "c")) as directory:
         (directory / "model/a.npz").read_bytes()  # of itself
     with pytest.raises(ReplacedError), checkpoint.open_checkpoint(str(tmp_path / "c")):
-        checkpoint.forget(tmp_path / "c")
+        checkpoint.delete(tmp_path / "c")
 
 
 @pytest.mark.parametrize("what", ["the new one", "the old one"])
@@ -496,7 +496,7 @@ def interrupt(event, args):
 sys.addaudithook(interrupt)
 
 def save(place, value, format):
-    with checkpoint.created(str(place)) as directory:
+    with checkpoint.new_checkpoint(str(place)) as directory:
         checkpoint.write_info(directory, {"value": value})
         arrays = {f"only_{value}": np.full(3, value), "both": np.full(2, value)}
         if format == "pieces":
@@ -511,7 +511,7 @@ def save(place, value, format):
             (directory / "dataloader.bin").write_bytes(b"1")
 
 def load(place):
-    with checkpoint.located(str(place)) as directory:
+    with checkpoint.open_checkpoint(str(place)) as directory:
         value = checkpoint.read_info(directory)["value"]
         arrays = checkpoint.read_arrays(directory)
         assert {name: array.tolist() for name, array in arrays.items()} == {
@@ -571,9 +571,9 @@ def test_interrupted_before_the_very_first_is_complete(tmp_path):
 
 def test_forgetting(tmp_path, caplog):
     write(tmp_path / "c", ARRAYS)
-    checkpoint.forget(tmp_path / "c")
+    checkpoint.delete(tmp_path / "c")
     assert os.listdir(tmp_path) == []
-    checkpoint.forget(tmp_path / "c")
+    checkpoint.delete(tmp_path / "c")
     assert "could not be deleted" in caplog.text
 
 

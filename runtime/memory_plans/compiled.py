@@ -107,11 +107,11 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
             "unless its model has checkpoints, or its options recompute (`autoRecomputation`, a pipeline) or set a "
             "plan (`setMemoryPlan`). Nothing runs, so a program has to train before it runs anything else."
         )
-    release = "read" if applied[0].is_whole else RELEASES.get(program.layout.mode, "call")
+    release = "read" if applied[0].covers_model else RELEASES.get(program.layout.mode, "call")
     offloadable = frozenset(_offloadable(program, applied[0].names))
     memory, cost = memory_of_program(ir, program), cost_of(program)
     platform = program.layout.compile_target.platform
-    is_chosen = platform != "cpu" and ir.options.calledGraphs == "auto" and not applied[0].is_whole
+    is_chosen = platform != "cpu" and ir.options.calledGraphs == "auto" and not applied[0].covers_model
     return Compiled(
         ir,
         memory,

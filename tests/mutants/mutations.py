@@ -184,7 +184,7 @@ def _replaced(op: Op, by: Callable[..., Any]) -> None:
     graph.replace([op], by)
     for made in graph.ops:
         if made not in known:
-            made.edit(_made_at=source)
+            made.edit(_created_at=source)
 
 
 def _clone(op: Op, *inputs: popxl.Tensor) -> Any:

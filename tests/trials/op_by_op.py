@@ -154,11 +154,11 @@ class _OnAll(Lowering):
         taken = np.asarray(environment.value_of(op.inputs[0])).reshape(self.replicas.count)
         results = []
         for run in op.runs:
-            if (taken == run.when).any():
+            if (taken == run.condition).any():
                 given = [environment.value_of(t) for t in run.operands]
                 results.append(self.lower_call(run.graph, given, context).outputs[: len(op.outputs)])
         if len(results) == 2:
-            first, second = results if op.runs[0].when else results[::-1]
+            first, second = results if op.runs[0].condition else results[::-1]
             masks = (taken.reshape(-1, *(1,) * len(t.shape)) for t in op.outputs)
             results = [[np.where(mask, a, b) for mask, a, b in zip(masks, first, second, strict=True)]]
         for t, value in zip(op.outputs, results[0], strict=True):

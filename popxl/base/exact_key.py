@@ -18,9 +18,11 @@ def exact_key(value: Any) -> Any:
         >>> exact_key(("axis", 1)) == exact_key(("axis", 1))
         True
     """
-    for kind in (tuple, frozenset):
-        if isinstance(value, kind):
-            return type(value), kind(map(exact_key, value))
-    if isinstance(value, int | float | complex | np.number):
+    if isinstance(value, tuple):
+        return type(value), tuple(map(exact_key, value))
+    if isinstance(value, _NUMBERS):
         return type(value), repr(value)
-    return value
+    return (type(value), frozenset(map(exact_key, value))) if isinstance(value, frozenset) else value
+
+
+_NUMBERS = (int, float, complex, np.number)

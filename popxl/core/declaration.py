@@ -240,11 +240,12 @@ class OpKind:
             return make()
         key = exact_key(key)
         try:
-            if key not in self._memory:
-                self._memory[key] = make()
-            return self._memory[key]
+            found = self._memory.get(key, _MISSING)
         except TypeError:  # from the hash
             return make()
+        if found is _MISSING:
+            found = self._memory[key] = make()
+        return found
 
     def modified(self, attributes: Mapping[str, Any], names: Sequence[str] | None = None) -> frozenset[int]:
         """Positions of overwritten inputs, for given attributes and input names."""
@@ -410,14 +411,15 @@ def _specs(made: Any) -> Specs:
     return specs if several is made else specs[0]
 
 
+_MISSING = object()
 _declared: weakref.WeakValueDictionary[str, OpKind] = weakref.WeakValueDictionary()
 
 
 def holds_graph(value: Any) -> bool:
     """Test whether a value contains a graph or tensor."""
-    if isinstance(value, tuple | list | frozenset):
+    if isinstance(value, (tuple, list, frozenset)):  # as a tuple of types: a union would be made anew each time
         return any(map(holds_graph, value))
-    return isinstance(value, Tensor | Graph)
+    return isinstance(value, (Tensor, Graph))
 
 
 @dataclass(frozen=True)

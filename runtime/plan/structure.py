@@ -145,7 +145,7 @@ class StructuralEncoder:
         if op.kind.view is None:
             for part in op.parts:
                 inputs = tuple(map(self.operand, part.inputs))
-                self.code.append((part.kind, part.operands, self.attributes(part), inputs, part.modified))
+                self.code.append((*self.function(part), inputs, part.modified))
                 for t in part.outputs:
                     if t.origin is t:
                         self.add(t, t.spec)
@@ -163,15 +163,17 @@ class StructuralEncoder:
         view = view_of(t)
         if view is not None:
             numbers = tuple(self.numbers[base] for base in _view_bases(t))
-            self.add(t, (view.kind, view.operands, self.attributes(view), numbers))
+            self.add(t, (*self.function(view), numbers))
         elif isinstance(t, Constant) and t not in self._passed:
             self.add(t, (t.spec, self._key(t.data)))
         else:
             self.roots.append(t)
             self.add(t, ("root", t.spec))
 
-    def attributes(self, op: Op) -> tuple[Any, ...]:
-        return tuple((name, self._key(value)) for name, value in op.attributes.items())
+    def function(self, op: Op) -> tuple[Any, ...]:
+        """What an op computes of its inputs, whichever program it is in: `Op.signature` without specs, and with graphs
+        by their structure."""
+        return op.kind, op.operands, tuple((name, self._key(value)) for name, value in op.attributes.items())
 
     def _key(self, value: Any) -> Any:
         """Hashable key of a value, equal only for equal values of equal type: 1, 1.0 and True are distinct."""

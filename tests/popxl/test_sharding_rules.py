@@ -81,3 +81,13 @@ def disagreements(op: Op) -> Iterator[str]:
 )
 def test_rules(row: Row) -> None:
     assert [text for op in ops_of(row) for text in disagreements(op)] == []
+
+
+def test_equal_attributes_of_different_types_are_different_ops() -> None:
+    """As for an op that takes 1 for an axis, and `True` for all of them."""
+    kind = popxl.OpKind("Reduced", lambda x, *, over: x.sum(None if over is True else over, keepdims=True))
+    with popxl.Ir().main_graph as main:
+        x = popxl.variable(np.ones((2, 3)))
+        kind(x, over=1), kind(x, over=True)
+    along = [result_types(op, [AxisType(SHARDED, 0)])[0] for op in main.ops]
+    assert along[0] == [AxisType(SHARDED, 0)] and along[1] != along[0]

@@ -6,11 +6,9 @@ the op's function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
-from operator import attrgetter
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from popxl.analysis.replicas.axis_types import (
     NEVER,
@@ -28,24 +26,12 @@ from popxl.analysis.replicas.axis_types import (
 )
 from popxl.analysis.replicas.propagation import propagate
 from popxl.analysis.replicas.sharding_rules import Flaws, Propagated, Rule, covers, types_by_rule
-from popxl.core.declaration import OpKind, holds_graph
 from popxl.core.recording import Op
 from popxl.core.tracing import needed
 from popxl.values.subscripts import parse
 
-T = TypeVar("T")
-
 Effect = tuple[tuple[ReplicaType, ...], tuple[tuple[int, str], ...]]
 """Types of the results, or of all overwritten operands; and flaws (`sharding_rules.Flaws`) with axis positions."""
-
-Traced = tuple[Any, tuple[bool, ...]] | None
-"""Jaxpr of an op's function, with a flag for each operand that it reads; `None` if it refuses them."""
-
-_EFFECTS: WeakKeyDictionary[OpKind, dict[Hashable, Effect]] = WeakKeyDictionary()
-_RESULTS: WeakKeyDictionary[OpKind, dict[Hashable, Propagated]] = WeakKeyDictionary()
-_TRACES: WeakKeyDictionary[OpKind, dict[Hashable, Traced]] = WeakKeyDictionary()
-
-_SPEC = attrgetter("shape", "dtype")
 
 
 def op_effect(op: Op, types: tuple[ReplicaType, ...], joined_type: ReplicaType) -> Effect:
@@ -55,8 +41,10 @@ def op_effect(op: Op, types: tuple[ReplicaType, ...], joined_type: ReplicaType) 
         types: types of the operands.
         joined_type: their join, the result type along axes without shards and terms of a sum.
     """
-    key = (op.operands, *op.attributes.items(), *map(_SPEC, op.inputs), types)
-    return _remembered(_EFFECTS, op, key, _op_effect, types, joined_type)
+    effects: dict[Any, Effect] = op.remembered("effects", dict)
+    if types not in effects:
+        effects[types] = _op_effect(op, types, joined_type)
+    return effects[types]
 
 
 def _op_effect(op: Op, types: Sequence[ReplicaType], joined_type: ReplicaType) -> Effect:
@@ -118,15 +106,18 @@ def result_types(op: Op, types: Sequence[AxisType]) -> Propagated:
 
     Cached by kind, attributes, dtypes and shapes: see `_shape_key`.
     """
-    signature = (op.operands, *op.attributes.items(), *[t.dtype for t in op.inputs], *_shape_key(op))
-    return _remembered(_RESULTS, op, (signature, *types), _propagated, signature, types)
+    key = (op.operands, *op.attributes.items(), *[t.dtype for t in op.inputs], *_shape_key(op))
+    known: dict[Any, Propagated] = op.kind.remembered(("result types", *key), dict)
+    if (given := tuple(types)) not in known:
+        known[given] = _propagated(op, key, types)
+    return known[given]
 
 
-def _propagated(op: Op, signature: Hashable, types: Sequence[AxisType]) -> Propagated:
+def _propagated(op: Op, key: tuple[Any, ...], types: Sequence[AxisType]) -> Propagated:
     if (rule := _declared_rule(op)) is not None and covers(rule, types, [t.shape for t in op.inputs]):
         flaws: Flaws = {}
         return types_by_rule(rule, types, flaws), tuple(flaws)
-    traced = _remembered(_TRACES, op, signature, _trace)
+    traced = op.kind.remembered(("needed", *key), lambda: _trace(op))
     if traced is None:
         return [NOT_KNOWN] * len(op.outputs), ()
     jaxpr, used = traced
@@ -145,31 +136,12 @@ def _declared_rule(op: Op) -> Rule | None:
     return Rule(operands, results, linear, [t.dtype.is_inexact for t in op.inputs])
 
 
-def _trace(op: Op) -> Traced:
+def _trace(op: Op) -> tuple[Any, tuple[bool, ...]] | None:
+    """The jaxpr of an op's function, and which of its operands it reads; `None` if it refuses them."""
     try:
         return needed(op.on_arrays(), *op.signature[2:])
     except Exception:  # lowering reports it, with the line of the op
         return None
-
-
-def _remembered(
-    caches: WeakKeyDictionary[OpKind, dict[Hashable, T]],
-    op: Op,
-    key: Hashable,
-    make: Callable[..., T],
-    *arguments: Any,
-) -> T:
-    """Cached result of `make(op, *arguments)` by op kind and key."""
-    cache = caches.setdefault(op.kind, {})
-    try:
-        value = cache.get(key)
-    except TypeError:  # from the hash
-        return make(op, *arguments)
-    if value is None:
-        value = make(op, *arguments)
-        if not holds_graph(key):
-            cache[key] = value
-    return value
 
 
 def _shape_key(op: Op) -> list[tuple[int, ...]]:

@@ -19,7 +19,7 @@ class OpSignatures:
 
     def __init__(self, structures: Structures, same: Mapping[Tensor, Tensor]) -> None:
         self._same = same
-        self._attributes = StructuralEncoder(structures).attributes
+        self._function = StructuralEncoder(structures).function
         self._numbers: dict[Any, int] = {}
         self._resolved: dict[Tensor, tuple[int, tuple[Tensor, ...]]] = {}
 
@@ -29,7 +29,7 @@ class OpSignatures:
             return self._number(id(op))
         made = tuple(t.spec for t in op.outputs)
         operands = tuple(self._resolve_cached(t)[0] for t in op.inputs)
-        return self._number((op.kind, op.operands, self._attributes(op), operands, made, op.modified))
+        return self._number((*self._function(op), operands, made, op.modified))
 
     def roots(self, t: Tensor) -> tuple[Tensor, ...]:
         """Storages under a tensor."""
@@ -62,7 +62,7 @@ class OpSignatures:
         if view is None:
             return self._number(t.spec.to_tuple()), (t,)
         codes, roots = zip(*bases, strict=True)
-        code = (view.kind, view.operands, self._attributes(view), codes, t.spec.to_tuple())
+        code = (*self._function(view), codes, t.spec.to_tuple())
         return self._number(code), tuple(root for each in roots for root in each)
 
     def _number(self, code: Any) -> int:

@@ -255,7 +255,8 @@ def _unreduced_numbers(report: Report, updates: Sequence[Update]) -> Iterator[Fi
     for op in report.index.exchanges:
         if not op.outputs and op.inputs and op.inputs[0].nelms == 1:
             t = op.inputs[0]
-            local_axes = [i for i, axis_type in enumerate(report.types[t]) if axis_type == OWN_DATA and i in reduced]
+            types = report.types.get(t, ())  # constants have none
+            local_axes = [i for i, axis_type in enumerate(types) if axis_type == OWN_DATA and i in reduced]
             if local_axes and t.dtype.is_floating_point:
                 yield report.finding(
                     "local number", op, t, local_axes,

@@ -246,7 +246,7 @@ def _is_change(t: Tensor) -> bool:
 def shards_of_own_values(report: Report) -> Iterator[Finding]:
     """Shards of per-replica values, such as unreduced gradients, or of terms of a sum."""
     for op in report.index.moves:
-        if op.kind.exchanged(op.attributes) != "pieces":
+        if op.kind.exchanged(op.attributes) != "pieces" or op.inputs[0] not in report.types:  # constants have no types
             continue
         (t, *_), load = op.inputs, _source_tensor(op.inputs[0]).producer
         type_ = report.types[t]

@@ -1,11 +1,13 @@
 """Transforms of finished graphs, from graph to graph, one in each module."""
 
-from popxl_addons.transforms.autodiff import autodiff as autodiff
-from popxl_addons.transforms.autodiff import autodiff_with_accumulation, remap_grad_info
-from popxl_addons.transforms.available_memory_proportion import (
+from popxl_addons.no_effect import (
+    disable_fc_pass,
+    enable_fc_pass,
     set_available_memory_proportion_by_ipu,
     set_graph_available_memory_proportion_by_ipu,
 )
+from popxl_addons.transforms.autodiff import autodiff as autodiff
+from popxl_addons.transforms.autodiff import autodiff_with_accumulation, remap_grad_info
 from popxl_addons.transforms.batch_serialisation import (
     BatchSerialResult,
     RemoteHandle,
@@ -28,7 +30,6 @@ from popxl_addons.transforms.memory_plan import (
 from popxl_addons.transforms.pipelining import pipelined_execution
 from popxl_addons.transforms.recomputation import add_recompute_inputs, recompute_graph
 from popxl_addons.transforms.schedule import PipelineSchedule
-from popxl_addons.transforms.use_fc_pass import disable_fc_pass, enable_fc_pass
 
 __all__ = [
     "Activation",

@@ -81,29 +81,29 @@ def _best(run: Callable[[], Any]) -> float:
 
 def _product_rate(size: int) -> float:
     """Operations a second of a square product, several of which follow each other in one call."""
-    turns = max(1, 2**24 // size**2 // 4)
+    iterations = max(1, 2**24 // size**2 // 4)
     x = jnp.ones((size, size), jnp.float32) / size
-    chain = jax.jit(lambda x: jax.lax.fori_loop(0, turns, lambda _, y: y @ x, x))
-    return 2.0 * size**3 * turns / _best(lambda: chain(x))
+    chain = jax.jit(lambda x: jax.lax.fori_loop(0, iterations, lambda _, y: y @ x, x))
+    return 2.0 * size**3 * iterations / _best(lambda: chain(x))
 
 
 def _bandwidth() -> float:
     """Bytes a second that element-wise kernels read and write. Memory that a program gets anew takes longer."""
     x = jnp.ones(_VECTOR, jnp.float32)
-    turns = 8
-    scaled = jax.jit(lambda x: jax.lax.fori_loop(0, turns, lambda _, y: y * 0.5 + 1, x))
-    return turns * 2 * x.nbytes / _best(lambda: scaled(x))
+    iterations = 8
+    scaled = jax.jit(lambda x: jax.lax.fori_loop(0, iterations, lambda _, y: y * 0.5 + 1, x))
+    return iterations * 2 * x.nbytes / _best(lambda: scaled(x))
 
 
 def _launch() -> float:
     """Seconds of a kernel that does next to nothing, inside of a program."""
 
-    def turns(count: int) -> float:
+    def loop_seconds(count: int) -> float:
         body = jax.jit(lambda x: jax.lax.fori_loop(0, count, lambda i, y: jnp.sort(y), x))
         x = jnp.ones(4, jnp.float32)
         return _best(lambda: body(x))
 
-    return max(1e-9, (turns(2000) - turns(1000)) / 1000)
+    return max(1e-9, (loop_seconds(2000) - loop_seconds(1000)) / 1000)
 
 
 def _dispatch() -> float:

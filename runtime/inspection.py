@@ -79,7 +79,7 @@ def _loops(program: CompiledProgram) -> tuple[LoopReport, ...]:
     return tuple(
         LoopReport(
             graph=loop.ops[0].graph.name,
-            turns=len(loop.iterations),
+            iterations=len(loop.iterations),
             ops=len(loop.ops),
             calls=tuple(callee.name for op in loop.ops for callee in op.called_graphs),
             text=summary(loop.ops),

@@ -103,17 +103,22 @@ class LoopReport(Record):
 
     Attributes:
         graph: name of the graph; empty for the main graph.
-        turns: number of iterations.
+        iterations: number of iterations.
         ops: number of ops in an iteration; calls count as one.
         calls: graphs that an iteration calls, in order.
         text: description of an iteration, in a few words.
     """
 
     graph: str
-    turns: int
+    iterations: int
     ops: int
     calls: tuple[str, ...]
     text: str
+
+    @property
+    def turns(self) -> int:
+        """`iterations`, by its name in earlier versions."""
+        return self.iterations
 
 
 class WorkReport(Record):
@@ -371,10 +376,10 @@ class Report(OnPage, Record):
         return [Page("Compiled", [summary, *Table.first_rows(columns, rows), *self._rolled()])]
 
     def _rolled(self) -> list[Page]:
-        loops = [[loop.text, loop.graph or "main graph", str(loop.turns), str(loop.ops)] for loop in self.loops]
+        loops = [[loop.text, loop.graph or "main graph", str(loop.iterations), str(loop.ops)] for loop in self.loops]
         left = [[graph, why] for graph, why in self.written_out.items()]
         return [
-            *_section("Loops of calls", ["a turn", "in", "turns", "ops of a turn"], loops),
+            *_section("Loops of calls", ["an iteration", "in", "iterations", "ops of an iteration"], loops),
             *_section("Calls that are written out", ["graph", "why"], left),
         ]
 
@@ -431,9 +436,9 @@ class Report(OnPage, Record):
 _WAYS = {
     "dispatched": "A plan: the host runs {dispatches} segments in sequence, {pieces} different ones.",
     "kept": "One program, in which graphs that are called from several places are compiled once.",
-    "rolled": "One program, in which calls that differ only in what they are given are turns of loops.",
-    "batched": "One program, in which calls that differ only in what they are given are turns of loops, or updates of "
-    "whole arrays.",
+    "rolled": "One program, in which calls that differ only in what they are given are iterations of loops.",
+    "batched": "One program, in which calls that differ only in what they are given are iterations of loops, or "
+    "updates of whole arrays.",
     "inlined": "One program, in which every call is written out.",
 }
 

@@ -28,7 +28,6 @@ from runtime.costs.changes import changes_of
 from runtime.costs.cost import Cost
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
-from runtime.fitting import CompiledTrial, fit
 from runtime.inspection import report_of
 from runtime.machine import IdleMachine, LayoutMachine, Machine, TargetMachine
 from runtime.memory_plans.budget import plan_within
@@ -37,6 +36,7 @@ from runtime.progress import reporting
 from runtime.session import Session
 from runtime.targets.devices import ask_for_cpu_devices
 from runtime.targets.offline import Target
+from runtime.tuning import CompiledTrial, tune_choices
 from runtime.watched_runs import AnalyzedNames, TrialMachine, WatchingMachine, run_file, watched
 
 
@@ -309,13 +309,13 @@ def tune(asked: CommandArgs) -> int:
 
     try:
         with reporting(_print_progress):
-            found = fit(compiled)
+            result = tune_choices(compiled)
     except PopxlError as problem:
         return fail(f"tune: {problem}", 1)
-    print(found)
+    print(result)
     if asked.pages is not None:
-        found.save(asked.pages / "tune.html")
-    return 130 if not found.is_complete else 0 if found.best is not None else 1
+        result.save(asked.pages / "tune.html")
+    return 130 if not result.is_complete else 0 if result.best is not None else 1
 
 
 def plan(asked: CommandArgs, budget: int, save: Path | None, compilations: int) -> int:

@@ -136,8 +136,8 @@ def packed(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., t
 _ONE_BY_ONE = 2**15
 """How many elements PyTorch changes in order: it divides more among threads."""
 
-_TURNS = 64
-"""How many turns are written down. What has been expanded far is changed once, as if all of its copies were alike."""
+_MOST_PASSES = 64
+"""Most passes that are unrolled. A tensor expanded further is updated once, as if all of its copies were equal."""
 
 
 def sequential_update(op: torch._ops.OpOverload, t: torch.Tensor) -> Callable[..., torch.Tensor] | None:
@@ -151,7 +151,7 @@ def sequential_update(op: torch._ops.OpOverload, t: torch.Tensor) -> Callable[..
     if torch.Tag.pointwise in op.tags and 0 in t.stride():
         return None
     found = update_passes(t.shape, t.stride())
-    if len(found) > _TURNS:
+    if len(found) > _MOST_PASSES:
         return None
 
     def run(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

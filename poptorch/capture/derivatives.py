@@ -276,7 +276,7 @@ def substitute(nodes: Iterable[Node], replaced: Callable[[Value], Value]) -> Non
 def own_derivative(values: Sequence[Value], backward: Trace, beside: Node, **arguments: Any) -> Node:
     """An op that makes these values, with a trace as its gradient, and the placement of another op."""
     arguments["backward"] = backward
-    node = Node(OWN, "", arguments, beside.site, beside.scope, beside.source, regions=beside.regions)
+    node = Node(OWN, "", arguments, beside.placement, beside.scope, beside.source, regions=beside.regions)
     node.results = list(values)
     for value in values:
         value.made_by = node

@@ -110,7 +110,7 @@ def outlining_key(nodes: Sequence[Node], known: dict[int, Hashable] | None = Non
         given = tuple(_leaf(leaf, known) for leaf in leaves)
         results = tuple((r.shape, r.dtype) for r in node.results)
         known |= {id(r): (number, i) for i, r in enumerate(node.results)}
-        flags = (node.stops, node.has_effect, node.site, node.is_kept)
+        flags = (node.stops, node.has_effect, node.placement, node.is_kept)
         regions = tuple(numbers.setdefault(region, len(numbers)) for region in node.regions[depth:])
         key.append((node.op, node.overload, str(structure), given, results, flags, regions))
     return tuple(key)

@@ -36,7 +36,7 @@ def between_checkpoints(nodes: Sequence[Node], by_stage: bool, to_the_end: bool 
     part = 0
     for node in nodes:
         part += node.is_kept and not node.regions
-        key = (part, (node.site.unit, node.site.stage) if by_stage else None)
+        key = (part, (node.placement.unit, node.placement.stage) if by_stage else None)
         if node.is_kept and not node.regions or not groups or groups[-1][0] != key:
             groups.append((key, []))
         groups[-1][1].append(node)

@@ -339,8 +339,8 @@ class Recorder:
         if op == "aten.convolution" and self._recording_at is None:
             self._context.count_convolution()
         names = buffer_dependencies(op, overload, values)
-        site = self._context.site() if self._recording_at is None else self._recording_at.site
-        node = Node(op, overload, values, site, scope, self.source(), has_effect, made_of=names)
+        placement = self._context.placement() if self._recording_at is None else self._recording_at.placement
+        node = Node(op, overload, values, placement, scope, self.source(), has_effect, made_of=names)
         given = [*(value.is_on_host for value in node.inputs), *map(self.is_on_host, written)]
         node.is_on_host = all(given) if given else self.makes_on_host
         node.regions, node.is_kept = self.regions, keeps

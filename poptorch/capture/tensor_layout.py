@@ -61,9 +61,9 @@ def update_passes(size: Sequence[int], stride: Sequence[int]) -> list[np.ndarray
     by_number = order[np.argsort(number[order], kind="stable")]  # the elements of the first number, of the next, ...
     starts = np.cumsum(counts) - counts
     found = []
-    for turn in range(counts.max()):
-        element = by_number[np.minimum(starts + turn, len(order) - 1)]
-        found.append(np.where(turn < counts, element, -1)[number].reshape(size))
+    for update_pass in range(counts.max()):
+        element = by_number[np.minimum(starts + update_pass, len(order) - 1)]
+        found.append(np.where(update_pass < counts, element, -1)[number].reshape(size))
     return found
 
 

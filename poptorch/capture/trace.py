@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from poptorch.placement.capture_context import Site
+from poptorch.placement.capture_context import OpPlacement
 from popxl.extend.source import SourceLocation
 
 
@@ -96,7 +96,7 @@ class Node:
         overload: PyTorch's overload of that name.
         arguments: arguments by name, with values in place of tensors, and `Trace`s in place of functions.
         results: values that it makes.
-        site: block of the op, and its further annotations.
+        placement: block of the op, and its further annotations.
         scope: path of the module that runs it.
         source: the user's line.
         has_effect: whether it is kept, even if nothing uses its results.
@@ -110,7 +110,7 @@ class Node:
     op: str
     overload: str
     arguments: dict[str, Any]
-    site: Site
+    placement: OpPlacement
     scope: str
     source: SourceLocation
     has_effect: bool = False

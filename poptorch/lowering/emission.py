@@ -235,8 +235,9 @@ class Emission:
         with ExitStack() as stack:
             stack.enter_context(get_current_context().set(debug_record=record))
             if self._placed:
-                stack.enter_context(popxl.ipu(node.site.unit))
-                arguments = pytree.tree_map_only(popxl.Tensor, lambda t: _copied_to_ipu(t, node.site.unit), arguments)
+                unit = node.placement.unit
+                stack.enter_context(popxl.ipu(unit))
+                arguments = pytree.tree_map_only(popxl.Tensor, lambda t: _copied_to_ipu(t, unit), arguments)
             if node.scope:
                 stack.enter_context(popxl.name_scope(node.scope))
             try:
@@ -247,8 +248,8 @@ class Emission:
                 raise createPoptorchError(f"{node.op} at {node.source}, `{node.source.text}`: {problem}") from problem
             for i, (value, t) in enumerate(zip(node.results, made, strict=False)):
                 self.tensors[id(value)] = ops.detach(t) if i in node.stops else t
-        if node.site.phase is not None:
-            self.phases |= dict.fromkeys(popxl.gcg().ops[count:], node.site.phase)
+        if node.placement.phase is not None:
+            self.phases |= dict.fromkeys(popxl.gcg().ops[count:], node.placement.phase)
 
     def _plain(self, argument: Any) -> Any:
         """Convert an argument for lowerings: values to tensors, PyTorch dtypes to popxl dtypes."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import popxl
 from poptorch.lowering.emission import wanted
-from poptorch.lowering.operands import Number, axis_of, broadcast, cast_like, lined
+from poptorch.lowering.operands import Number, at_least_1d, axis_of, broadcast, cast_like
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
 from popxl.extend.kernels import widen
@@ -71,12 +71,12 @@ def _split(indices: Sequence[popxl.Tensor | None]) -> tuple[tuple[int, ...], lis
 
 @lowers("aten.gather")
 def gather(input: popxl.Tensor, dim: int, index: popxl.Tensor, sparse_grad: bool = False) -> popxl.Tensor:
-    return picked(lined(input), lined(index), dims=(axis_of(input, dim),), aligned=True)
+    return picked(at_least_1d(input), at_least_1d(index), dims=(axis_of(input, dim),), aligned=True)
 
 
 @lowers("aten.index_select")
 def index_select(input: popxl.Tensor, dim: int, index: popxl.Tensor) -> popxl.Tensor:
-    return picked(lined(input), lined(index), dims=(axis_of(input, dim),))
+    return picked(at_least_1d(input), at_least_1d(index), dims=(axis_of(input, dim),))
 
 
 @lowers("aten.take")
@@ -217,12 +217,12 @@ def scatter(
     reduce: str = "set",
     include_self: bool = True,
 ) -> popxl.Tensor:
-    index, source = lined(index), value
+    index, source = at_least_1d(index), value
     if src is not None:  # it may be larger than the index
-        source = lined(src)[tuple(slice(0, size) for size in index.shape)]
+        source = at_least_1d(src)[tuple(slice(0, size) for size in index.shape)]
     where: dict[str, Any] = {"dims": (axis_of(input, dim),), "aligned": True}
     reduction = _OTHER_NAMES.get(reduce, reduce)
-    return _scatter(lined(input), source, index, reduce=reduction, include_self=include_self, **where)
+    return _scatter(at_least_1d(input), source, index, reduce=reduction, include_self=include_self, **where)
 
 
 lowers("aten.scatter", "aten.scatter_reduce")(scatter)
@@ -239,9 +239,9 @@ def index_update(
     reduce: str = "set",
     include_self: bool = True,
 ) -> popxl.Tensor:
-    rows = value if source is None else lined(source) if alpha == 1 else lined(source) * alpha
+    rows = value if source is None else at_least_1d(source) if alpha == 1 else at_least_1d(source) * alpha
     dims = (axis_of(input, dim),)
-    return _scatter(lined(input), rows, lined(index), dims=dims, reduce=reduce, include_self=include_self)
+    return _scatter(at_least_1d(input), rows, at_least_1d(index), dims=dims, reduce=reduce, include_self=include_self)
 
 
 lowers("aten.index_copy", "aten.index_fill", "aten.index_reduce")(index_update)

@@ -97,6 +97,6 @@ def axes_of(t: popxl.Tensor, dim: int | Iterable[int] | None) -> tuple[int, ...]
     return tuple(axis_of(t, d) for d in named if axes) or axes
 
 
-def lined(t: popxl.Tensor) -> popxl.Tensor:
+def at_least_1d(t: popxl.Tensor) -> popxl.Tensor:
     """A tensor with at least one axis; scalars become single-element vectors."""
     return t if t.shape else ops.reshape(t, (1,))

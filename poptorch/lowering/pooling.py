@@ -31,9 +31,9 @@ LONG = 16
 def _regular(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Windows:
     """Windows along an axis. No window begins inside the end padding."""
     reach = dilation * (kernel - 1) + 1
-    room = size + 2 * padding - reach
-    count = room // stride + 1
-    if ceil_mode and room % stride and count * stride < size + padding:
+    span = size + 2 * padding - reach
+    count = span // stride + 1
+    if ceil_mode and span % stride and count * stride < size + padding:
         count += 1
     end = max(padding, (count - 1) * stride + reach - size - padding)
     return Windows(size, reach, stride, padding, end, count, dilation)

@@ -14,7 +14,7 @@ from jax import lax
 
 import popxl
 from poptorch.lowering.emission import wanted
-from poptorch.lowering.operands import axes_of, axis_of, cast_like, lined, promoted
+from poptorch.lowering.operands import at_least_1d, axes_of, axis_of, cast_like, promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
 from popxl.extend.kernels import round_once, widen
@@ -107,7 +107,7 @@ def picking(names: str, title: str, find: Callable[..., Any]) -> None:
 
     @lowers(*(f"aten.{name}" for name in names.split()))
     def lowering(input: popxl.Tensor, dim: int = -1, keepdim: bool = False, **how: Any) -> Any:
-        return kind(lined(input), axis=axis_of(input, dim), **how)
+        return kind(at_least_1d(input), axis=axis_of(input, dim), **how)
 
 
 picking("max.dim max.dim_max", "Max", partial(jnp.argmax, axis=-1))
@@ -117,7 +117,7 @@ picking("min.dim min.dim_min", "Min", partial(jnp.argmin, axis=-1))
 def _define_arg_reduction(name: str) -> None:
     @lowers(f"aten.{name}")
     def lowering(input: popxl.Tensor, dim: int | None = None, keepdim: bool = False) -> popxl.Tensor:
-        lines = ops.reshape(input, (input.nelms,)) if dim is None else lined(input)
+        lines = ops.reshape(input, (input.nelms,)) if dim is None else at_least_1d(input)
         return getattr(ops, name)(lines, axis_of(lines, dim or 0))
 
 
@@ -281,7 +281,7 @@ def _running(name: str, function: Callable[..., Any]) -> None:
 
     @lowers(f"aten.{name}")
     def lowering(input: popxl.Tensor, dim: int, dtype: popxl.dtype | None = None) -> popxl.Tensor:
-        return kind(lined(cast_like(input, wanted().dtype)), axis=axis_of(input, dim))
+        return kind(at_least_1d(cast_like(input, wanted().dtype)), axis=axis_of(input, dim))
 
 
 _running("cumsum", lax.cumsum)
@@ -304,7 +304,7 @@ def _running_extreme(name: str, is_beyond: Callable[[Any, Any], Any]) -> None:
 
     @lowers(f"aten.{name}")
     def lowering(input: popxl.Tensor, dim: int) -> Any:
-        return running(lined(input), axis=axis_of(input, dim))
+        return running(at_least_1d(input), axis=axis_of(input, dim))
 
 
 _running_extreme("cummax", jnp.greater_equal)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import popxl
-from poptorch.lowering.operands import Number, axis_of, cast_like, lined, promoted
+from poptorch.lowering.operands import Number, at_least_1d, axis_of, cast_like, promoted
 from poptorch.lowering.reductions import picking
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
@@ -21,7 +21,7 @@ from popxl.extend.kernels import round_once, widen
 
 def _ordered(t: popxl.Tensor) -> popxl.Tensor:
     """A tensor with a sortable dtype and at least one axis."""
-    return cast_like(lined(t), dtypes.int8) if t.dtype is dtypes.bool else lined(t)
+    return cast_like(at_least_1d(t), dtypes.int8) if t.dtype is dtypes.bool else at_least_1d(t)
 
 
 @lowers("aten.sort")
@@ -114,7 +114,7 @@ def _quantile(name: str, function: Callable[..., Any]) -> None:
         keepdim: bool = False,
         interpolation: str = "linear",
     ) -> popxl.Tensor:
-        return quantile(lined(input), q, axis=dim, method=interpolation, keepdims=keepdim)
+        return quantile(at_least_1d(input), q, axis=dim, method=interpolation, keepdims=keepdim)
 
 
 _quantile("quantile", jnp.quantile)

@@ -1,8 +1,8 @@
 """Annotation state during capture: current block and scopes.
 
-The tracer opens one `CaptureContext` for each capture (`capturing`) and reads from it the `Site` of every operation.
-The annotations in `poptorch.placement.blocks` change it; outside a capture there is none (`current`), and they do
-nothing.
+The tracer opens one `CaptureContext` for each capture (`capturing`) and reads from it the `OpPlacement` of every
+operation. The annotations in `poptorch.placement.blocks` change it; outside a capture there is none (`current`), and
+they do nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from poptorch.placement.strategies import BlockId, BlockPlacement, _IExecutionSt
 
 
 @dataclass(frozen=True)
-class Site:
-    """Origin of one operation.
+class OpPlacement:
+    """Block, unit and annotations of one operation.
 
     Args:
         block: the id of its block; None before the first.
@@ -65,8 +65,8 @@ class CaptureContext:
         self._multi_convs = 0
         self._convolutions: int | None = None  # convolutions in the open MultiConv
 
-    def site(self) -> Site:
-        """Site of the next operation.
+    def placement(self) -> OpPlacement:
+        """Placement and annotations of the next operation.
 
         Raises:
             Error: if no block is active, in a model that has closed one.
@@ -77,7 +77,7 @@ class CaptureContext:
                 "operations that follow into blocks, or begin blocks that stay open with `poptorch.BeginBlock`."
             )
         place = BlockPlacement(0, 0, self._strategy.first_phase) if self._block is None else self._places[self._block]
-        return Site(
+        return OpPlacement(
             block=self._block,
             unit=place.unit,
             stage=place.stage,
@@ -199,8 +199,8 @@ def capturing(strategy: _IExecutionStrategy) -> AbstractContextManager[CaptureCo
     Example:
         >>> with capturing(poptorch.PipelinedExecution()) as ambient:
         ...     ambient.begin_block("encoder", 1)
-        ...     ambient.site()
+        ...     ambient.placement()
         'encoder'
-        Site(block='encoder', unit=1, stage=1, phase=None, scope='', attributes=(), multi_conv=None)
+        OpPlacement(block='encoder', unit=1, stage=1, phase=None, scope='', attributes=(), multi_conv=None)
     """
     return pushed(_captures.open, CaptureContext(strategy))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import popxl
 from poptorch.enums import MeanReductionStrategy, ReductionType
 from poptorch.lowering.operands import cast_like
-from poptorch.program.model_graph import TURN
+from poptorch.program.model_graph import INDEX
 from poptorch.program.passes import InputMaker
 from poptorch.program.request import ProgramRequest
 from poptorch.program.storage import Storage, Stored
@@ -51,13 +51,13 @@ class GradientSums:
     def add_off_chip(self, name: str, gradient: popxl.Tensor, given: InputMaker) -> None:
         """Accumulate a gradient within the backward pass."""
         with popxl.in_sequence():
-            self.add(name, gradient, self.step_number(given(TURN, popxl.TensorSpec((1,), popxl.int32))), None)
+            self.add(name, gradient, self.step_number(given(INDEX, popxl.TensorSpec((1,), popxl.int32))), None)
 
-    def step_number(self, turn: popxl.Tensor) -> popxl.Tensor | None:
+    def step_number(self, iteration: popxl.Tensor) -> popxl.Tensor | None:
         """Number of a micro-batch, where the mean is accumulated."""
         if self.strategy is not MeanReductionStrategy.Running:
             return None
-        return _step(turn, micro_batches=self._batching.gradient_accumulation)
+        return _step(iteration, micro_batches=self._batching.gradient_accumulation)
 
     def add(self, name: str, gradient: popxl.Tensor, number: popxl.Tensor | None, held: popxl.Tensor | None) -> None:
         """Accumulate a gradient of a micro-batch; of a sharded one, this replica's piece of the sum over replicas."""
@@ -102,7 +102,7 @@ class GradientSums:
 
 _step = popxl.OpKind(
     "MicroBatch",
-    lambda turn, *, micro_batches: (turn[0] % micro_batches).astype("float32"),
+    lambda iteration, *, micro_batches: (iteration[0] % micro_batches).astype("float32"),
     gradient=None,
     key="poptorch.MicroBatch",
 )

@@ -26,7 +26,7 @@ from popxl_addons.transforms.recomputation import recompute_activations
 Tensors = dict[str, popxl.Tensor]
 """Tensors of a graph by key: names of parameters and buffers; those of inputs after a slash; others after two."""
 
-RANDOM, TURN, VALUES, LARGEST, SLOT = "//random", "//turn", "//values", "//largest", "//number"
+RANDOM, INDEX, VALUES, LARGEST, SLOT = "//random", "//turn", "//values", "//largest", "//number"
 
 GRADIENT, UPDATED = "Gradient___", "UpdatedVar___"
 """Prefixes of names of gradients and of updated parameters."""
@@ -81,7 +81,7 @@ class ModelGraph:
         self.graph = ir.create_empty_graph(name)
         self.inputs: Tensors = {}
         self.emission = Emission(
-            lambda: self.input(RANDOM, popxl.TensorSpec((2,), popxl.uint32)), any(node.site.unit for node in nodes)
+            lambda: self.input(RANDOM, popxl.TensorSpec((2,), popxl.uint32)), any(node.placement.unit for node in nodes)
         )
         self.anchored: Tensors = {}
         inputs = {f"/{leaf}": value for leaf, value in zip(leaves, captured.inputs, strict=True)}

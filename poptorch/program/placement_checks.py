@@ -8,14 +8,14 @@ from itertools import groupby
 from poptorch.enums import Liveness, OutputMode
 from poptorch.errors import Error
 from poptorch.options import Options
-from poptorch.placement.capture_context import Site
+from poptorch.placement.capture_context import OpPlacement
 from poptorch.placement.strategies import ParallelPhasedExecution, ShardedExecution
 
 MAX_UNITS = 64
 """How many units a process may ask for."""
 
 
-def check_placement(sites: Sequence[Site], options: Options, training: bool) -> None:
+def check_placement(sites: Sequence[OpPlacement], options: Options, training: bool) -> None:
     """Check block requirements against the options.
 
     Args:
@@ -34,7 +34,7 @@ def check_placement(sites: Sequence[Site], options: Options, training: bool) -> 
         _check_pipeline(sites, options, training)
 
 
-def _check_units(sites: Sequence[Site], options: Options) -> None:
+def _check_units(sites: Sequence[OpPlacement], options: Options) -> None:
     units = 1 + max((site.unit for site in sites), default=0)
     replicas = options.replication_factor
     asked = units * replicas
@@ -55,7 +55,7 @@ def _check_units(sites: Sequence[Site], options: Options) -> None:
         )
 
 
-def _check_pipeline(sites: Sequence[Site], options: Options, training: bool) -> None:
+def _check_pipeline(sites: Sequence[OpPlacement], options: Options, training: bool) -> None:
     forward = len(list(groupby(site.unit for site in sites)))
     if forward <= 1:
         return
@@ -75,7 +75,7 @@ def _check_pipeline(sites: Sequence[Site], options: Options, training: bool) -> 
         )
 
 
-def _check_parallel_phases(sites: Sequence[Site], strategy: ParallelPhasedExecution) -> None:
+def _check_parallel_phases(sites: Sequence[OpPlacement], strategy: ParallelPhasedExecution) -> None:
     if strategy.liveness not in (Liveness.AlwaysLive, Liveness.OffChipAfterFwd):
         raise Error(
             f"ParallelPhasedExecution: the liveness is {strategy.liveness.name}; expected AlwaysLive or "

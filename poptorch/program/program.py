@@ -27,7 +27,7 @@ from poptorch.lowering.emission import spec_of
 from poptorch.lowering.operands import cast_like
 from poptorch.placement.strategies import _IPhasedExecution
 from poptorch.program.gradient_sums import GradientSums
-from poptorch.program.model_graph import GRADIENT, LARGEST, RANDOM, SLOT, TURN, UPDATED, VALUES, ModelGraph, Tensors
+from poptorch.program.model_graph import GRADIENT, INDEX, LARGEST, RANDOM, SLOT, UPDATED, VALUES, ModelGraph, Tensors
 from poptorch.program.passes import Passes, Phases, Weight
 from poptorch.program.program_io import ProgramIO, Result
 from poptorch.program.request import ProgramRequest
@@ -144,7 +144,7 @@ class Program:
             own = self._single_replicas
             self.io.random = tensors[RANDOM] = popxl.variable(seeds, popxl.uint32, "random", replica_grouping=own)
         if self._batching.micro_batches > 1:
-            tensors[TURN] = ops.init((1,), popxl.int32, "turn", "zero")
+            tensors[INDEX] = ops.init((1,), popxl.int32, "turn", "zero")
             for number, result in enumerate(self._returned):
                 spec = self._spec(result)
                 shape = spec.shape if result.is_single else (self._count(result), *spec.shape)
@@ -239,15 +239,15 @@ class Program:
         self._loop(self._batching.device_iterations, "device_iteration", self._device_iteration, tensors)
         return [tensors[f"//output{number}"] for number in range(len(self._returned))]
 
-    def _loop(self, count: int, name: str, turn: Callable[[Tensors], Any], tensors: Tensors) -> None:
+    def _loop(self, count: int, name: str, body: Callable[[Tensors], Any], tensors: Tensors) -> None:
         """Run a loop body `count` times on tensors passed by reference."""
         if count == 1:
-            turn(tensors)
+            body(tensors)
             return
         graph = self.ir.create_empty_graph(name)
         with graph, popxl.in_sequence():
             own = {k: graph.add_input(t.spec, k.lstrip("/"), by_ref=True) for k, t in tensors.items()}
-            turn(own)
+            body(own)
         ops.repeat(graph, count, inputs_dict={own[key]: t for key, t in tensors.items()})
 
     def _device_iteration(self, tensors: Tensors) -> list[popxl.Tensor | None]:
@@ -295,10 +295,10 @@ class Program:
         for number, result in enumerate(self._returned):
             if (name := result.updated) is not None:
                 t = self._weights[name].load_for_update(tensors.get(name), None)
-                if TURN not in tensors:
+                if INDEX not in tensors:
                     results[number] = t
                     continue
-                slot = tensors[TURN]
+                slot = tensors[INDEX]
                 if not result.is_single:
                     accumulation = self._batching.gradient_accumulation
                     slot = iteration_slot(slot, micro_batches=accumulation, period=result.period)
@@ -357,11 +357,11 @@ class Program:
         found |= {name: made[t] for name, t in self._model.anchored.items()}
         found |= {GRADIENT + name: gradient for name, gradient in gradients.items()}
         results = [found.get(result.key) for result in self._returned]
-        if TURN in tensors:
+        if INDEX in tensors:
             for number, (result, t) in enumerate(zip(self._returned, results, strict=True)):
                 if t is not None:
-                    self._keep(result, t, tensors[f"//output{number}"], self._slot(result, tensors[TURN]))
-            ops.add_(tensors[TURN], popxl.constant(1, popxl.int32))
+                    self._keep(result, t, tensors[f"//output{number}"], self._slot(result, tensors[INDEX]))
+            ops.add_(tensors[INDEX], popxl.constant(1, popxl.int32))
         return results, gradients
 
     def _outputs(self) -> list[Value]:
@@ -377,16 +377,16 @@ class Program:
             ops.var_updates.copy_var_update_(tensors[RANDOM], following)
             return seed
         t = tensors[key]
-        if TURN in tensors and key.startswith("/"):
-            rows = ops.dynamic_slice(t, tensors[TURN], axes=[0], sizes=[1], no_overlap=True)
+        if INDEX in tensors and key.startswith("/"):
+            rows = ops.dynamic_slice(t, tensors[INDEX], axes=[0], sizes=[1], no_overlap=True)
             return ops.reshape(rows, t.shape[1:])
         return t
 
-    def _slot(self, result: Returned, turn: popxl.Tensor) -> popxl.Tensor:
+    def _slot(self, result: Returned, iteration: popxl.Tensor) -> popxl.Tensor:
         """Index of a micro-batch's result among several returned results."""
         if result.mode is not OutputMode.EveryN:
-            return turn
-        return result_slot(turn, micro_batches=self._batching.gradient_accumulation, period=result.period)
+            return iteration
+        return result_slot(iteration, micro_batches=self._batching.gradient_accumulation, period=result.period)
 
     def _keep(self, result: Returned, t: popxl.Tensor, kept: popxl.Tensor, slot: popxl.Tensor) -> None:
         """Store a result in its output tensor: add, overwrite, or write one slot."""
@@ -412,7 +412,7 @@ class Program:
     def _accumulate(self, tensors: Tensors) -> None:
         """Run a micro-batch and accumulate its gradients."""
         assert self._sums is not None
-        number = self._sums.step_number(tensors[TURN])
+        number = self._sums.step_number(tensors[INDEX])
         _, gradients = self._micro_batch(tensors)
         if LARGEST in tensors:
             largest = ops.maximum(tensors[LARGEST], self._largest(gradients))

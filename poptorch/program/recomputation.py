@@ -19,7 +19,7 @@ class Recomputation:
 
     def __init__(self, options: Options, nodes: Sequence[Node]) -> None:
         pipelines = options.execution_strategy.overlaps_stages
-        self._by_stage = pipelines and any(a.site.unit != b.site.unit for a, b in pairwise(nodes))
+        self._by_stage = pipelines and any(a.placement.unit != b.placement.unit for a, b in pairwise(nodes))
         self._kind = options._Popart.recomputation
 
     def before_outlining(self, nodes: Sequence[Node]) -> list[Node]:

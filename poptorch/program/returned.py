@@ -44,7 +44,9 @@ class Returned:
 
 result_slot = popxl.OpKind(
     "ResultSlot",
-    lambda turn, *, micro_batches, period: turn // (micro_batches * period) * micro_batches + turn % micro_batches,
+    lambda iteration, *, micro_batches, period: (
+        iteration // (micro_batches * period) * micro_batches + iteration % micro_batches
+    ),
     gradient=None,
     key="poptorch.ResultSlot",
 )
@@ -53,7 +55,7 @@ result_slot = popxl.OpKind(
 
 iteration_slot = popxl.OpKind(
     "IterationSlot",
-    lambda turn, *, micro_batches, period: (turn // micro_batches - 1) // period,
+    lambda iteration, *, micro_batches, period: (iteration // micro_batches - 1) // period,
     gradient=None,
     key="poptorch.IterationSlot",
 )

@@ -104,7 +104,7 @@ class ModelCapture:
             check_overlapped_io(options, options.output_mode)
         options._Popart.check()
         if not self.has_fewer_rows:  # there may be too few for all stages of a pipeline
-            check_placement([node.site for node in captured.trace.nodes], options, self.training)
+            check_placement([node.placement for node in captured.trace.nodes], options, self.training)
         return ExecutionPath(captured, structure, path)
 
     def _capture(self, signature: Signature, breaks: GraphBreaks | None, tape: Tape | None = None) -> Capture:
@@ -208,7 +208,7 @@ def _watch_comparisons(trace: Trace) -> None:
             for value in compared:
                 if value.dtype.is_floating_point:
                     looking = {"inputs": [value], "name": WATCH, "attributes": (("where", str(node)),)}
-                    look = Node("poptorch.custom_op", "", looking, node.site, node.scope, node.source)
+                    look = Node("poptorch.custom_op", "", looking, node.placement, node.scope, node.source)
                     watched[value] = Value(value.shape, value.dtype, made_by=look, requires_grad=False)
                     look.results = [watched[value]]
                     nodes.append(look)

@@ -110,7 +110,7 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
 
     def by_position(t: Any, weight: Any) -> Any:
         t, weight = widened_pair(t, weight)
-        rooms = [w.size - 1 - w.stride * (w.count - 1) for w in windows]
+        totals = [w.size - 1 - w.stride * (w.count - 1) for w in windows]
 
         def all_positions(t: Any, weight: Any) -> Any:
             """One product of matrices for all places of the kernel, whose results are added up where they belong."""
@@ -119,7 +119,7 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
 
             def moved(places: tuple[int, ...]) -> Any:
                 befores = [place * w.dilation - w.begin for place, w in zip(places, windows, strict=True)]
-                zeros = [(b, room - b, w.stride - 1) for b, room, w in zip(befores, rooms, windows, strict=True)]
+                zeros = [(b, total - b, w.stride - 1) for b, total, w in zip(befores, totals, windows, strict=True)]
                 return lax.pad(put[:, *places], zero, [(0, 0, 0), *zeros, (0, 0, 0)])
 
             return sum(moved(places) for places in _kernel_positions(kernel))

@@ -35,7 +35,7 @@ from runtime.targets.compile_target import CompileTarget
 from runtime.targets.devices import Device, DeviceType
 
 SUFFIX = ".popef"
-MODE = ".way"
+MODE_SUFFIX = ".way"
 KIND = "popxl executables"
 
 _log = Logger("session")
@@ -114,7 +114,7 @@ def cache_mode(ir: Ir, device: Device, mode: str) -> None:
 
 def _decision(ir: Ir, device: Device) -> Path | None:
     path = _path(ir, device, "auto")
-    return None if path is None else path.with_suffix(MODE)
+    return None if path is None else path.with_suffix(MODE_SUFFIX)
 
 
 # Files --------------------------------------------------------------------------------------------------------------

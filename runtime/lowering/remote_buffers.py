@@ -64,9 +64,9 @@ def _store(lowering: Lowering, op: Op, environment: Environment, context: Contex
     if is_on_host(channels.slots(buffer)):
         channels.order_store()
     slots, value = channels.slots(buffer), encode_transfer(environment.value_of(op.inputs[0]), buffer.tensor_dtype)
-    room = slots.shape[1:]
-    if room != value.shape:  # padded to whole blocks
-        value = jnp.pad(value.reshape(-1), (0, math.prod(room) - value.size)).reshape(room)
+    slot_shape = slots.shape[1:]
+    if slot_shape != value.shape:  # padded to whole blocks
+        value = jnp.pad(value.reshape(-1), (0, math.prod(slot_shape) - value.size)).reshape(slot_shape)
     if not is_on_host(slots):
         channels.set_slots(buffer, _replace_slot(slots, value, offset))
         return

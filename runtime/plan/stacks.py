@@ -20,8 +20,8 @@ from popxl.ops.host import init_kind
 
 write_kind = OpKind(
     "StackTurn",
-    lambda stack, value, turn: lax.dynamic_update_index_in_dim(stack, value, turn, 0),
-    shape=lambda stack, value, turn: (),
+    lambda stack, value, iteration: lax.dynamic_update_index_in_dim(stack, value, iteration, 0),
+    shape=lambda stack, value, iteration: (),
     traits=[Overwrites("stack", aliased=False)],
     gradient=None,
 )

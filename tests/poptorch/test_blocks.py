@@ -31,7 +31,7 @@ from poptorch.placement.blocks import (
     module_repr,
     removeBlocks,
 )
-from poptorch.placement.capture_context import CaptureContext, Site, capturing, current, isRunningOnIpu
+from poptorch.placement.capture_context import CaptureContext, OpPlacement, capturing, current, isRunningOnIpu
 from poptorch.placement.strategies import (
     ParallelPhasedExecution,
     Phase,
@@ -48,13 +48,13 @@ AUTO = PipelinedExecution(AutoStage.AutoIncrement)
 class Probe(torch.nn.Module):
     """A layer that notes where it runs."""
 
-    def __init__(self, seen: list[Site] | None = None) -> None:
+    def __init__(self, seen: list[OpPlacement] | None = None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(2))
-        self.seen: list[Site] = [] if seen is None else seen
+        self.seen: list[OpPlacement] = [] if seen is None else seen
 
     def forward(self, x: Any = None) -> Any:
-        self.seen.append(here().site())
+        self.seen.append(here().placement())
         return x
 
 
@@ -64,8 +64,8 @@ def here() -> CaptureContext:
     return ambient
 
 
-def site() -> Site:
-    return here().site()
+def site() -> OpPlacement:
+    return here().placement()
 
 
 # What is captured
@@ -73,29 +73,29 @@ def site() -> Site:
 
 def test_before_any_block() -> None:
     with capturing(PipelinedExecution()):
-        assert site() == Site(block=None, unit=0, stage=0, phase=None)
+        assert site() == OpPlacement(block=None, unit=0, stage=0, phase=None)
     with capturing(SerialPhasedExecution(["A"])):
-        assert site() == Site(phase=0)
+        assert site() == OpPlacement(phase=0)
 
 
 def test_blocks() -> None:
     with capturing(PipelinedExecution()):
         with Block("A", ipu_id=2):
-            assert site() == Site("A", 2, 2)
+            assert site() == OpPlacement("A", 2, 2)
             with Block(ipu_id=1):
-                assert site() == Site("0", 1, 1)
-            assert site() == Site("A", 2, 2), "an inner block ends"
+                assert site() == OpPlacement("0", 1, 1)
+            assert site() == OpPlacement("A", 2, 2), "an inner block ends"
         with pytest.raises(Error, match="No active Block"):
             site()
         with Block("A"):
-            assert site() == Site("A", 2, 2), "blocks with one id are one block"
+            assert site() == OpPlacement("A", 2, 2), "blocks with one id are one block"
         Block.start("B", 3)
-        assert site() == Site("B", 3, 3), "holds until the next"
+        assert site() == OpPlacement("B", 3, 3), "holds until the next"
         with Block(ipu_id=0):
-            assert site() == Site("1", 0, 0)
+            assert site() == OpPlacement("1", 0, 0)
         Block.useAutoId()
         Block.start(ipu_id=4)
-        assert site() == Site("0", 1, 1), "the block that had this id"
+        assert site() == OpPlacement("0", 1, 1), "the block that had this id"
 
 
 def test_one_block_on_two_units(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,13 +117,13 @@ def test_automatic_stages() -> None:
 def test_listed_stages() -> None:
     with capturing(PipelinedExecution(Stage("A", "B").ipu(4), "C")):
         with Block("B", ipu_id=1):
-            assert site() == Site("B", 4, 0)
+            assert site() == OpPlacement("B", 4, 0)
         with Block("C"):
-            assert site() == Site("C", 1, 1)
+            assert site() == OpPlacement("C", 1, 1)
         with pytest.raises(AssertionError, match="Unknown Block 'D'"), Block("D"):
             pass
     with capturing(ParallelPhasedExecution(["A"], [Stage("B"), Stage("C")])), Block("C"):
-        assert site() == Site("C", 3, 1, 1)
+        assert site() == OpPlacement("C", 3, 1, 1)
 
 
 def test_a_block_without_a_unit() -> None:
@@ -132,13 +132,13 @@ def test_a_block_without_a_unit() -> None:
 
 
 def test_blocks_of_modules() -> None:
-    seen: list[Site] = []
+    seen: list[OpPlacement] = []
     model = torch.nn.Sequential(*(Probe(seen) for _ in range(4)))
     assert BeginBlock(model[1], ipu_id=1) is model[1]
     BeginBlock(model[3], "last", ipu_id=0)
     with capturing(PipelinedExecution()):
         model(None)
-    assert seen == [Site(), Site("0", 1, 1), Site("0", 1, 1), Site("last", 0, 0)]
+    assert seen == [OpPlacement(), OpPlacement("0", 1, 1), OpPlacement("0", 1, 1), OpPlacement("last", 0, 0)]
 
 
 def test_the_hook_stays_with_the_module() -> None:
@@ -147,14 +147,14 @@ def test_the_hook_stays_with_the_module() -> None:
     for made in (copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         with capturing(PipelinedExecution()):
             made(torch.ones(1, 2))
-            assert site() == Site("A", 1, 1)
+            assert site() == OpPlacement("A", 1, 1)
         with pytest.raises(Error, match="module has already been assigned to a block"):
             BeginBlock(made)
     module.load_state_dict(torch.nn.Linear(2, 3).state_dict())
 
 
 def test_begin_block_takes_its_turn_among_hooks() -> None:
-    seen: list[Site] = []
+    seen: list[OpPlacement] = []
     module = torch.nn.ReLU()
     module.register_forward_pre_hook(lambda *_: seen.append(site()))
     BeginBlock(module, "A", ipu_id=1)
@@ -171,7 +171,7 @@ def test_remove_blocks() -> None:
     assert list(model[0]._forward_pre_hooks) == [kept.id] and not model._forward_pre_hooks
     with capturing(PipelinedExecution()):
         model(torch.ones(2))
-        assert site() == Site()
+        assert site() == OpPlacement()
     BeginBlock(model, ipu_id=3)
 
 
@@ -179,12 +179,12 @@ def test_functions() -> None:
     begun = BeginBlock(lambda: site(), "A", ipu_id=1)
 
     @BlockFunction("B", ipu_id=2)
-    def decorated(x: int, y: int = 0) -> tuple[Site, int]:
+    def decorated(x: int, y: int = 0) -> tuple[OpPlacement, int]:
         return site(), x + y
 
     with capturing(PipelinedExecution()):
-        assert begun() == Site("A", 1, 1) == site()
-        assert decorated(1, y=2) == (Site("B", 2, 2), 3)
+        assert begun() == OpPlacement("A", 1, 1) == site()
+        assert decorated(1, y=2) == (OpPlacement("B", 2, 2), 3)
         with pytest.raises(Error, match="No active Block"):
             site()
     assert decorated.__name__ == "decorated"
@@ -217,7 +217,7 @@ def test_name_scopes_and_attributes() -> None:
                 found = site()
             assert site().attributes == (("outline", (("a", 1), ("b", "x"))), ("other", ()))
         assert found.scope == "encoder/layer.0" and found.attributes[-1] == ("inner", (("c", True),))
-        assert hash(found) != hash(site()) and site() == Site()
+        assert hash(found) != hash(site()) and site() == OpPlacement()
 
 
 def test_multi_conv() -> None:
@@ -274,12 +274,12 @@ def test_captures_end() -> None:
         with capturing(AUTO) as outer, block, NameScope("n"):
             assert isRunningOnIpu() and current() is outer
             with capturing(PipelinedExecution()) as inner:
-                assert current() is inner and site() == Site()
+                assert current() is inner and site() == OpPlacement()
             assert site().block == "A"
             raise KeyError
     assert current() is None
     with capturing(PipelinedExecution()):
-        assert site() == Site()
+        assert site() == OpPlacement()
         with block:
             assert site().block == "A", "the same annotation in the next capture"
 
@@ -289,7 +289,7 @@ def test_a_body_that_fails_leaves_its_scopes() -> None:
         with pytest.raises(KeyError):
             with Block("B", ipu_id=2), NameScope("n"), Attribute(a={}), MultiConv(), ambient.named("m"):
                 raise KeyError
-        assert site() == Site("A", 1, 1)
+        assert site() == OpPlacement("A", 1, 1)
 
 
 def test_other_threads_capture_nothing() -> None:
@@ -324,7 +324,7 @@ def test_a_block_may_be_a_part_of_a_module() -> None:
     model = copy.deepcopy(Model())
     with capturing(PipelinedExecution()):
         model()
-    assert model.probe.seen == [Site("A", 1, 1)] and list(model.state_dict()) == ["probe.weight"]
+    assert model.probe.seen == [OpPlacement("A", 1, 1)] and list(model.state_dict()) == ["probe.weight"]
 
 
 # Texts
@@ -352,8 +352,8 @@ def test_module_repr() -> None:
 # What a program asks for
 
 
-def sites(*units: int) -> list[Site]:
-    return [Site(str(number), unit, unit) for number, unit in enumerate(units)]
+def sites(*units: int) -> list[OpPlacement]:
+    return [OpPlacement(str(number), unit, unit) for number, unit in enumerate(units)]
 
 
 @pytest.mark.parametrize(
@@ -396,12 +396,12 @@ def test_the_number_of_units() -> None:
 
 def test_the_units_of_parallel_phases() -> None:
     strategy = ParallelPhasedExecution(Phase(Stage("A"), Stage("B")), Phase(Stage("C"), Stage("D")))
-    good = [Site("A", 0, 0, 0), Site("B", 2, 1, 0), Site("C", 1, 0, 1), Site("D", 3, 1, 1)]
+    good = [OpPlacement("A", 0, 0, 0), OpPlacement("B", 2, 1, 0), OpPlacement("C", 1, 0, 1), OpPlacement("D", 3, 1, 1)]
     check_placement(good, Options().setExecutionStrategy(strategy), training=True)
     with pytest.raises(Error, match="block 'C' of phase 1 is on unit 0; even phases must be on even units"):
-        check_placement([*good, Site("C", 0, 0, 1)], Options().setExecutionStrategy(strategy), training=True)
+        check_placement([*good, OpPlacement("C", 0, 0, 1)], Options().setExecutionStrategy(strategy), training=True)
     serial = SerialPhasedExecution(["A"], ["C"])
-    check_placement([Site("C", 0, 0, 1)], Options().setExecutionStrategy(serial), training=True)
+    check_placement([OpPlacement("C", 0, 0, 1)], Options().setExecutionStrategy(serial), training=True)
 
 
 def test_overlapped_io() -> None:
@@ -420,9 +420,9 @@ def test_overlapped_io() -> None:
 
 
 @contextmanager
-def program(options: Options) -> Iterator[list[Site]]:
+def program(options: Options) -> Iterator[list[OpPlacement]]:
     """A capture that ends with the checks of what it has met."""
-    met: list[Site] = []
+    met: list[OpPlacement] = []
     with capturing(options.execution_strategy):
         yield met
     check_placement(met, options, training=True)

@@ -15,12 +15,12 @@ from popxl.__main__ import main
 from popxl.base.choices import as_text, override_choices
 from popxl.errors import PopxlError
 from runtime.costs.memory import least_memory_of, memory_of_program
-from runtime.fitting import CompiledTrial, Fit, Tried, fit
 from runtime.program.compiled import compile_program
 from runtime.program.laying_out import layout_for
 from runtime.progress import reporting
 from runtime.targets.chip import Cpu
 from runtime.targets.devices import model_device
+from runtime.tuning import CompiledTrial, Trial, TuneResult, tune_choices
 
 PROGRAM = """
     import numpy as np
@@ -43,7 +43,7 @@ PROGRAM = """
 def test_a_program_gets_the_first_option(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         popxl.choice("rows", [4, 8]) == 4 and popxl.choice("rows", [True]) is True
-    )  # nobody compares outside of `fit`
+    )  # nobody compares outside of `tune_choices`
     monkeypatch.setenv("POPXL_CHOICES", "rows=8 layers=None")
     assert popxl.choice("rows", (4, 8)) == 8 and popxl.choice("layers", [2, None]) is None
     with override_choices({"rows": 4}) as choices:
@@ -114,12 +114,12 @@ def test_choices_that_depend_on_others() -> None:
 
     message = "no combination of its choices can be compiled. there is no compiler"
     with reporting(told.append), pytest.raises(PopxlError, match=message):
-        fit(compiled)
+        tune_choices(compiled)
     assert seen == [(True, 1, 4), (True, 1, 8), (True, 2, 4), (True, 2, 8), (False, None, 16)]
     assert told[1] == "2: recompute=True every=1 rows=8: not compiled, does not fit"
-    one = Tried(choices={"recompute": False}, memory_bytes=1, fits=True, seconds=1.0, units=1)
-    other = Tried(choices={"recompute": True, "every": 2}, memory_bytes=1, fits=True, seconds=2.0, units=1)
-    assert 'POPXL_CHOICES="recompute=False"' in str(Fit(target="tpu v5e", capacity=3, tried=(one, other)))
+    one = Trial(choices={"recompute": False}, memory_bytes=1, fits=True, seconds=1.0, units=1)
+    other = Trial(choices={"recompute": True, "every": 2}, memory_bytes=1, fits=True, seconds=2.0, units=1)
+    assert 'POPXL_CHOICES="recompute=False"' in str(TuneResult(target="tpu v5e", capacity=3, tried=(one, other)))
 
 
 def test_the_environment_fixes_choices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_the_environment_fixes_choices(monkeypatch: pytest.MonkeyPatch) -> None:
         return CompiledTrial([], "there is no compiler")
 
     with reporting(told.append), pytest.raises(PopxlError):
-        fit(compiled)
+        tune_choices(compiled)
     assert seen == [("relu", 8), ("gelu", 8)]
     assert told == [
         "1: kind=relu rows=8: not compiled, does not fit",
@@ -142,14 +142,14 @@ def test_the_environment_fixes_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def tried(rows: int, seconds: float | None, fits: bool = True) -> Tried:
+def tried(rows: int, seconds: float | None, fits: bool = True) -> Trial:
     problem = "it is too large" if seconds is None else ""
     memory = None if seconds is None else rows * 1000
-    return Tried(choices={"rows": rows}, memory_bytes=memory, fits=fits, seconds=seconds, units=rows, problem=problem)
+    return Trial(choices={"rows": rows}, memory_bytes=memory, fits=fits, seconds=seconds, units=rows, problem=problem)
 
 
 def test_the_fastest_that_fits() -> None:
-    found = Fit(
+    found = TuneResult(
         target="tpu v5e",
         capacity=3000,
         tried=(tried(1, 1.0), tried(2, 1.5), tried(4, 2.0, False), tried(8, None, False)),
@@ -163,7 +163,7 @@ def test_the_fastest_that_fits() -> None:
         "fit",
     ]
     assert "rows=8: it is too large" in text and text.rstrip().endswith('The fastest that fits: POPXL_CHOICES="rows=2"')
-    none = Fit(target="tpu v5e", capacity=3000, tried=found.tried[2:])
+    none = TuneResult(target="tpu v5e", capacity=3000, tried=found.tried[2:])
     assert none.best is None and "None fits: a chip of tpu v5e has 3 kB." in str(none)
 
 

@@ -23,7 +23,7 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
 
-class Tried(_Frozen):
+class Trial(_Frozen):
     """Combination of choices, with compiled memory and time requirements on a chip.
 
     Attributes:
@@ -54,7 +54,7 @@ class Tried(_Frozen):
         return f"{as_text(self.choices)}: {memory}{seconds}, {'fits' if self.fits else 'does not fit'}"
 
 
-class Fit(OnPage, _Frozen):
+class TuneResult(OnPage, _Frozen):
     """Tuning result: tried combinations in option order, and the best.
 
     Attributes:
@@ -66,11 +66,11 @@ class Fit(OnPage, _Frozen):
 
     target: str
     capacity: int
-    tried: tuple[Tried, ...]
+    tried: tuple[Trial, ...]
     is_complete: bool = True
 
     @property
-    def best(self) -> Tried | None:
+    def best(self) -> Trial | None:
         """Fastest fitting combination, first among equals; `None` if nothing fits."""
         return min((t for t in self.tried if t.fits), key=lambda t: t.seconds_a_unit, default=None)
 
@@ -113,7 +113,7 @@ class CompiledTrial(NamedTuple):
     problem: str = ""
 
 
-def fit(compiled: Callable[[], CompiledTrial]) -> Fit:
+def tune_choices(compiled: Callable[[], CompiledTrial]) -> TuneResult:
     """Compile a program for each combination of its choices, but for those that the environment has made. Ctrl-C
     returns the combinations tried so far. Reports each with its result, and unknown choices of the environment.
 
@@ -124,37 +124,37 @@ def fit(compiled: Callable[[], CompiledTrial]) -> Fit:
         PopxlError: if the program has no choices, makes no session, or cannot be compiled with any of them.
         KeyboardInterrupt: if nothing was tried before.
     """
-    tried: list[tuple[Tried, _MachineFigures | None]] = []
+    trials: list[tuple[Trial, _MachineFigures | None]] = []
     untried: list[dict[str, Any]] = [{}]
     is_complete = True
     while untried:  # later choices may depend on earlier ones; so each run reports further options
-        taken = untried.pop()
+        fixed = untried.pop()
         try:
-            with stage(f"Combination {len(tried) + 1} of the choices"):
-                choices, found = _tried(compiled, taken)
+            with stage(f"Combination {len(trials) + 1} of the choices"):
+                choices, found = _compile_trial(compiled, fixed)
         except KeyboardInterrupt:
-            if not tried:
+            if not trials:
                 raise
             is_complete = False
             break
-        tried.append(found)
+        trials.append(found)
         if choices.options:
-            report(f"{len(tried)}: {found[0].line()}")
-            if len(tried) == 1 and (unknown := unknown_in_environment(choices.options)):
+            report(f"{len(trials)}: {found[0].line()}")
+            if len(trials) == 1 and (unknown := unknown_in_environment(choices.options)):
                 report(unknown)
-        got = list(choices.selections().items())
-        for number in range(len(taken), len(got)):
-            name = got[number][0]
+        selected = list(choices.selections().items())
+        for number in range(len(fixed), len(selected)):
+            name = selected[number][0]
             open_options = () if name in choices.fixed else choices.options[name]
-            others = (option for option in open_options if option != got[number][1])
-            untried += reversed([{**dict(got[:number]), name: option} for option in others])
-    if is_complete and len(tried) == 1 and not tried[0][0].choices:
+            others = (option for option in open_options if option != selected[number][1])
+            untried += reversed([{**dict(selected[:number]), name: option} for option in others])
+    if is_complete and len(trials) == 1 and not trials[0][0].choices:
         raise PopxlError("the program has no choices; it asks for them by `popxl.choice(name, options)`.")
-    figures = next((each for _, each in tried if each is not None), None)
+    figures = next((each for _, each in trials if each is not None), None)
     if figures is None:
-        raise PopxlError(f"no combination of its choices can be compiled. {tried[0][0].problem}")
-    results = tuple(each for each, _ in tried)
-    return Fit(target=figures.machine, capacity=figures.capacity, tried=results, is_complete=is_complete)
+        raise PopxlError(f"no combination of its choices can be compiled. {trials[0][0].problem}")
+    results = tuple(each for each, _ in trials)
+    return TuneResult(target=figures.machine, capacity=figures.capacity, tried=results, is_complete=is_complete)
 
 
 class _MachineFigures(NamedTuple):
@@ -170,17 +170,17 @@ def _figures(program: CompiledProgram) -> _MachineFigures | None:
     return None if chip is None else _MachineFigures(str(program.device.target or chip.name), chip.memory_bytes)
 
 
-def _tried(
-    compiled: Callable[[], CompiledTrial], taken: Mapping[str, Any]
-) -> tuple[Choices, tuple[Tried, _MachineFigures | None]]:
-    with override_choices(taken) as choices:
+def _compile_trial(
+    compiled: Callable[[], CompiledTrial], fixed: Mapping[str, Any]
+) -> tuple[Choices, tuple[Trial, _MachineFigures | None]]:
+    with override_choices(fixed) as choices:
         programs, problem = compiled()
     if not programs and not problem:
-        with_these = f" with {as_text(choices.selections())}" if choices.options else ""
-        raise PopxlError(f"the program makes no session{with_these}, so there is nothing to compile.")
+        choices_text = f" with {as_text(choices.selections())}" if choices.options else ""
+        raise PopxlError(f"the program makes no session{choices_text}, so there is nothing to compile.")
     memory = max((memory_of_program(ir, program).device for ir, program in programs), default=None)
     figures = next((_figures(program) for _, program in programs), None)
-    tried = Tried(
+    trial = Trial(
         choices=choices.selections(),
         memory_bytes=memory,
         fits=not problem and memory is not None and figures is not None and memory <= figures.capacity,
@@ -188,4 +188,4 @@ def _tried(
         units=prod(float(choices.selections()[name]) for name in choices.work),
         problem=problem,
     )
-    return choices, (tried, figures)
+    return choices, (trial, figures)

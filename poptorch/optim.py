@@ -96,7 +96,7 @@ class Optimizer:
 
     variable_attrs: VariableAttributes
     device: DeviceState
-    _own: Mapping[str, Any] = {}  # attributes that torch does not know, and their defaults
+    _extras: Mapping[str, Any] = {}  # attributes that torch does not know, and their defaults
     _defaults: Mapping[str, Any] = {}  # arguments of torch's class, if there is one
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class Optimizer:
     def __getstate__(self) -> StateDict:
         """State for copies and pickles: torch's, and current device values."""
         self.device.refresh()
-        own = {name: getattr(self, name) for name in (*self._own, "variable_attrs") if name not in _GROUPED}
+        own = {name: getattr(self, name) for name in (*self._extras, "variable_attrs") if name not in _GROUPED}
         theirs: StateDict = super().__getstate__()  # type: ignore[assignment]
         return {**theirs, **own, "state": copy.copy(self.state), "device": self.device.copied()}  # type: ignore[attr-defined]
 
@@ -157,7 +157,7 @@ class Optimizer:
         """Pass known constructor arguments to torch, and store the rest. `None` selects the default."""
         Optimizer.__init__(self)
         given = {name: value for name, value in arguments.items() if name != "self" and value is not None}
-        own = {**self._own, **{name: value for name, value in given.items() if name in self._own}}
+        own = {**self._extras, **{name: value for name, value in given.items() if name in self._extras}}
         check_hyperparameters(type(self).__name__, given, own)
         grouped = {name: own.pop(name) for name in _GROUPED if name in own}
         torch_init = super().__init__
@@ -166,7 +166,7 @@ class Optimizer:
         if numbers:
             check_as_torch(type(self).__name__, numbers)
         torch_init(
-            **{name: value for name, value in given.items() if name in known and name not in self._own},
+            **{name: value for name, value in given.items() if name in known and name not in self._extras},
             **({"defaults": numbers} if numbers else {}),
         )
         for name, value in own.items():

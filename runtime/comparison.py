@@ -176,7 +176,7 @@ class _Experiment:
     def __init__(
         self, one: Ir, many: Ir, axes: Axes, divided: Mapping[str, Sequence[str]], tolerance: float | None
     ) -> None:
-        self.one, self.many, self.axes, self.tolerance = one, many, axes, tolerance
+        self.single, self.replicated, self.axes, self.tolerance = one, many, axes, tolerance
         self.divided = {name: (given,) if isinstance(given, str) else tuple(given) for name, given in divided.items()}
         self.left_out: dict[str, str] = {}
         self.inputs = self._pairs(_by_name(one.get_all_h2d_streams()), _by_name(many.get_all_h2d_streams()))
@@ -200,7 +200,7 @@ class _Experiment:
         off: set[str] = set()  # variables whose mean over copies is not the value of one replica
         self._begin_alike()
         sums = {name for name, (v, _) in self.variables.items() if not v.numbers().any()}  # or other copies that differ
-        with Session(self.one, "ipu_model") as first, Session(self.many, "ipu_model") as second:
+        with Session(self.single, "ipu_model") as first, Session(self.replicated, "ipu_model") as second:
             for step in range(steps):
                 whole = {name: array[step] for name, array in batches.items()}
                 got = first.run({self.inputs[name][0]: array for name, array in whole.items()})
@@ -330,7 +330,7 @@ class _Experiment:
         return tuple(int(i) for i in places[0]) if len(places) else None
 
     def _difference(self, name: str, step: int, place: tuple[int, ...], found: Array, expected: Array) -> Difference:
-        main = self.many.main_graph
+        main = self.replicated.main_graph
         if name in self.variables:
             v = self.variables[name][1]
             writer = _last_writer(main, {v, *((v.piece,) if v.piece is not None else ())})

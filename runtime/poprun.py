@@ -85,14 +85,14 @@ class _Started:
     _PIECES = re.compile(rb"(\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of [^:]*: |\d|\s)*")
 
     def __init__(self) -> None:
-        self._left = 0
+        self._unfinished = 0
 
     def is_startup_line(self, line: bytes) -> bool:
         """Whether an output line is a startup message, given all earlier lines."""
-        left = self._left + line.count(self._BEGIN)
+        left = self._unfinished + line.count(self._BEGIN)
         is_one = left > 0 and self._PIECES.fullmatch(line) is not None
         if is_one:
-            self._left = left - 1
+            self._unfinished = left - 1
         return is_one
 
 

@@ -25,7 +25,7 @@ from runtime.processes import ENDING, LEAVING
 class _Waiting:
     """A waiting instance: place, payload, stream for the answer."""
 
-    place: str
+    barrier: str
     payload: Any
     answer: Any
 
@@ -91,7 +91,7 @@ class RendezvousServer:
     def _arrive(self, index: int, waiting: _Waiting) -> None:
         with self._lock:
             self.any_arrived = True
-            if waiting.place == LEAVING:
+            if waiting.barrier == LEAVING:
                 self.leaving.append(index)
                 if waiting.payload:
                     self._failed(index)
@@ -101,7 +101,7 @@ class RendezvousServer:
 
     def _answer_if_decided(self) -> None:
         """Answer waiting instances once the barrier is complete or impossible."""
-        places = {waiting.place for waiting in self._waiting.values()}
+        places = {waiting.barrier for waiting in self._waiting.values()}
         if places == {ENDING}:
             if len(self._waiting) + len(self._ended) == self._count:
                 self._answer({"payload": []})
@@ -114,7 +114,7 @@ class RendezvousServer:
             else:
                 self._fail(
                     "others wait elsewhere; all instances have to do the same. "
-                    + " ".join(f"Instance {i} is at {each.place}." for i, each in sorted(self._waiting.items()))
+                    + " ".join(f"Instance {i} is at {each.barrier}." for i, each in sorted(self._waiting.items()))
                 )
         self._update_timer()
 
@@ -141,7 +141,7 @@ class RendezvousServer:
             )
 
     def _fail(self, problem: str) -> None:
-        at = ", ".join(sorted({waiting.place for waiting in self._waiting.values()}))
+        at = ", ".join(sorted({waiting.barrier for waiting in self._waiting.values()}))
         self.problems.append(f"Instances waited at {at}: {problem}")
         self._answer({"problem": problem})
 

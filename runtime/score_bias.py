@@ -18,13 +18,13 @@ class ScoreBias(NamedTuple):
         sees: for each query, whether it sees any key, of a shape that broadcasts to that of the queries without their
             channels; `None` without a mask, where all do.
         far_keys: for each query that sees far keys alone, their number; 0 for others. `None` where there are none.
-        far: bias of far keys, whose scores are lost beside it.
+        distant: bias of far keys, whose scores are lost beside it.
     """
 
     values: Array | None = None
     sees: Array | None = None
     far_keys: Array | None = None
-    far: float = 0.0
+    distant: float = 0.0
 
     @classmethod
     def of(
@@ -82,7 +82,7 @@ class ScoreBias(NamedTuple):
         if self.far_keys is None:
             return g, logs
         is_far, share = self.far_keys > 0, 1 / jnp.maximum(self.far_keys, 1)
-        return (g * share[..., None]).astype(g.dtype), jnp.where(is_far, self.far, logs)
+        return (g * share[..., None]).astype(g.dtype), jnp.where(is_far, self.distant, logs)
 
 
 _LOSES_SCORES = -(2.0**32)

@@ -49,7 +49,7 @@ class CommandArgs:
         pictures, pages, costs: folders for pictures of the memory, for pages, and for costs as JSON.
         target: machine to compile for, by default this one.
         function: the JAX function of the program to report on; "" for its sessions.
-        alone: arguments of the program for one replica, to compare with; `None` for no comparison.
+        single_replica_args: arguments of the program for one replica, to compare with; `None` for no comparison.
         as_json: whether to print JSON.
     """
 
@@ -60,7 +60,7 @@ class CommandArgs:
     costs: Path | None = None
     target: Target | None = None
     function: str = ""
-    alone: Sequence[str] | None = None
+    single_replica_args: Sequence[str] | None = None
     as_json: bool = False
 
     def idle_machine(self) -> Machine:
@@ -132,9 +132,9 @@ def check_program(asked: CommandArgs) -> int:
         data.append({"ir": repr(ir), **report_data(found)})
         if not asked.as_json:
             print(f"\n=== {ir!r} ===\n\n{found}")
-        if asked.alone is not None and not code:
+        if asked.single_replica_args is not None and not code:
             try:
-                comparison = _compared_run(asked.file, asked.arguments, asked.alone, number)
+                comparison = _compared_run(asked.file, asked.arguments, asked.single_replica_args, number)
             except (PopxlError, ValueError) as problem:
                 return fail(f"--run: {problem}", 2)
             data[-1]["comparison"] = asdict(comparison)
@@ -221,12 +221,12 @@ def _report_function(asked: CommandArgs) -> int:
         stopped, code = run_file(asked.file, asked.arguments, program)
     except PopxlError as problem:
         return fail(str(problem), 1)
-    if program.found is None:
+    if program.analysis is None:
         said = f"{asked.file} does not call a function {asked.function!r} of its own: there is nothing to report."
         hint = "Only names at the top level of the file are found: define the function there, or import it there."
         return code or fail(f"{said} {hint}", 1)
-    print(f"\n=== {asked.function} ===\n\n{program.found}\n\nStopped at {stopped}: it is not run.")
-    asked.write(program.found, program.found.memory, asked.function, program.found.cost)
+    print(f"\n=== {asked.function} ===\n\n{program.analysis}\n\nStopped at {stopped}: it is not run.")
+    asked.write(program.analysis, program.analysis.memory, asked.function, program.analysis.cost)
     return code
 
 
@@ -279,7 +279,7 @@ def _costs(description: str, target: Target | None) -> list[Cost]:
         if function:
             program = AnalyzedNames(function, target)
             _, code = run_file(file, (), program)
-            found = [program.found.cost] if program.found is not None else []
+            found = [program.analysis.cost] if program.analysis is not None else []
         else:
             machine = WatchingMachine(Machine() if target is None else TargetMachine(target))
             with watched(machine):

@@ -36,7 +36,7 @@ class AnalyzedNames(dict[str, Any]):
     def __init__(self, name: str, target: Target | None) -> None:
         super().__init__(__name__="__main__", __builtins__=__builtins__)
         self._name, self._target = name, target
-        self.found: Analysis | None = None
+        self.analysis: Analysis | None = None
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, self._analyzed(value) if name == self._name and callable(value) else value)
@@ -44,7 +44,7 @@ class AnalyzedNames(dict[str, Any]):
     def _analyzed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def analyzed(*args: Any, **kwargs: Any) -> Any:
-            self.found = analyze(function, *args, target=self._target, **kwargs)
+            self.analysis = analyze(function, *args, target=self._target, **kwargs)
             raise NothingRuns
 
         return analyzed

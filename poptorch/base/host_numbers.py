@@ -96,7 +96,7 @@ class HostNumbers:
     def __init__(self, first: Mapping[str, Number], paths: Sequence[NumberPath], dtypes: Sequence[str]) -> None:
         self.now = dict(first)
         self.paths, self.dtypes = list(paths), list(dtypes)
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def advance(self, count: int) -> list[np.ndarray]:
         """Numbers computed by `forward` over `count` calls, one array per slot.
@@ -104,7 +104,7 @@ class HostNumbers:
         Raises:
             poptorch.Error: if one of them raises an error, or an integer has more than 32 bits.
         """
-        with self._turn:
+        with self._lock:
             now, rows = list(self.now.values()), []
             for _ in range(count):
                 slots, now = next(found for path in self.paths if (found := path.follow(now)) is not None)

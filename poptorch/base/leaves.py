@@ -79,13 +79,13 @@ class Components:
     """Components for building a value: an iterator of tensors, and known objects by number.
 
     Attributes:
-        given: the objects.
+        known_objects: the objects.
         hides: whether carried values are replaced; see `poptorch.base.carried`.
         enclosing: objects that are being built, by the identity of their structures.
     """
 
     def __init__(self, tensors: Iterator[torch.Tensor], given: Sequence[Any] = (), hides: bool = False) -> None:
-        self._tensors, self.given, self.hides = tensors, given, hides
+        self._tensors, self.known_objects, self.hides = tensors, given, hides
         self.enclosing: dict[int, Any] = {}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -100,17 +100,17 @@ class KnownObjects(dict[int, "Structure"]):
 
     Args:
         carries: whether a value of this name is passed through, rather than a part of the program.
-        looked_at: names of the values that could be passed through, but are inspected.
+        inspected: names of the values that could be passed through, but are inspected.
     """
 
     def __init__(
         self,
         structures: Mapping[int, Structure] | None = None,
         carries: Callable[[str, Any], bool] = lambda name, value: False,
-        looked_at: Collection[str] = (),
+        inspected: Collection[str] = (),
     ) -> None:
         super().__init__(structures or {})
-        self.carries, self.looked_at = carries, looked_at
+        self.carries, self.inspected = carries, inspected
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class KnownReference(Structure):
         return
 
     def build(self, parts: Components) -> Any:
-        return parts.given[self.number]
+        return parts.known_objects[self.number]
 
 
 @dataclass(frozen=True, slots=True)

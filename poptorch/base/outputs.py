@@ -32,7 +32,7 @@ class SideEffects:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = list(objects)
-        self._before = [
+        self._snapshots = [
             {key: copy_containers(value) for key, value in attributes(each).items()} for each in self._objects
         ]
 
@@ -42,7 +42,7 @@ class SideEffects:
         Writes into a tensor do not count. A deleted attribute is `Changes.GONE`.
         """
         found: dict[int, dict[str, Any]] = {}
-        for i, (each, before) in enumerate(zip(self._objects, self._before, strict=True)):
+        for i, (each, before) in enumerate(zip(self._objects, self._snapshots, strict=True)):
             now = attributes(each)
             changed = {k: v for k, v in now.items() if k not in before or not is_unchanged(before[k], v)}
             changed |= {key: SideEffects.GONE for key in before if key not in now}
@@ -105,5 +105,5 @@ class OutputStructure(Composite):
 
     def build(self, parts: Components) -> Any:
         result, changed = (child.build(parts) for child in self._children)
-        SideEffects.make(changed, parts.given)
+        SideEffects.make(changed, parts.known_objects)
         return result

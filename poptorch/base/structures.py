@@ -267,7 +267,7 @@ class _Object(Composite):
     def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
         super().__init__(name, value)
         enclosing = SelfReference(name, self)
-        inside = KnownObjects({**known, id(value): enclosing}, known.carries, known.looked_at)
+        inside = KnownObjects({**known, id(value): enclosing}, known.carries, known.inspected)
         inside |= {id(ref): WeakSelfReference(name, enclosing) for ref in weakref.getweakrefs(value)}
         self._items = {key: structure_of(item, f"{name}.{key}", inside) for key, item in _state(value).items()}
         self._children = list(self._items.values())
@@ -330,13 +330,13 @@ class _Custom(Composite):
         self._value = value
         self._parser = parser
         own = {key: each for key, each in attributes(value).items() if not issubclass(type(each), torch.Tensor)}
-        self._beside: dict[str, Structure] = {
+        self._carried: dict[str, Structure] = {
             key: CarriedValue(f"{name}.{key}", each)
             for key, each in own.items()
             if known.carries(f"{name}.{key}", each)
         }
-        self._beside |= {key: known[id(each)] for key, each in own.items() if id(each) in known}
-        self._looked_at = {key: each for key, each in own.items() if f"{name}.{key}" in known.looked_at}
+        self._carried |= {key: known[id(each)] for key, each in own.items() if id(each) in known}
+        self._inspected = {key: each for key, each in own.items() if f"{name}.{key}" in known.inspected}
         self._children = [structure_of(tensor, f"{name}.tensor{i}") for i, tensor in enumerate(self._parsed(value))]
 
     def _parsed(self, value: Any) -> list[torch.Tensor]:
@@ -355,9 +355,9 @@ class _Custom(Composite):
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
         super().collect(value, into)
         own = attributes(value)
-        for key, first in list(self._looked_at.items()):
+        for key, first in list(self._inspected.items()):
             if own.get(key) != first:
-                del self._looked_at[key]
+                del self._inspected[key]
                 logger.warning(
                     "`%s.%s` is %r, and was %r when the model was compiled. `forward` looks at it, so it is a part of "
                     "the program, and this has no effect. What is to change from call to call is a tensor.",
@@ -385,15 +385,15 @@ class _Custom(Composite):
 
     def _likeness(self, parts: Components) -> Any:
         """The original object, or a copy with new pass-through values."""
-        if not self._beside:
+        if not self._carried:
             return self._value
         likeness = copy.copy(self._value)
-        attributes(likeness).update({key: each.build(parts) for key, each in self._beside.items()})
+        attributes(likeness).update({key: each.build(parts) for key, each in self._carried.items()})
         return likeness
 
     def objects(self, value: Any) -> Iterator[Any]:
         own = attributes(value)
-        for key, each in self._beside.items():
+        for key, each in self._carried.items():
             yield from each.objects(own.get(key))
 
     def constants(self) -> Iterator[tuple[str, Any]]:

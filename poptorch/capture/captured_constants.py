@@ -31,7 +31,7 @@ class CapturedConstant:
         tensor: refers to the tensor.
         numbers: its contents.
         version: PyTorch's version counter; -1, if PyTorch does not count.
-        met: first line where it is combined with a tensor of the device, if it was not moved there.
+        first_use: first line where it is combined with a tensor of the device, if it was not moved there.
     """
 
     text: str
@@ -41,7 +41,7 @@ class CapturedConstant:
     tensor: weakref.ref[torch.Tensor]
     numbers: torch.Tensor
     version: int
-    met: SourceLocation | None = None
+    first_use: SourceLocation | None = None
 
     @property
     def current_object(self) -> Any:

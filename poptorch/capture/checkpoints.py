@@ -35,7 +35,7 @@ class _Saving(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         if self._saves(results, func, args, kwargs or {}):
             for node in nodes[before:]:
-                node.is_kept = True
+                node.is_saved = True
             # Within a preserved function nothing is recorded; the next node is the function itself.
             self._tracer.recorder.keeps |= len(nodes) == before
         return results

@@ -98,10 +98,10 @@ def _order(value: Value, known: Mapping[Value, torch.Tensor]) -> list[Node]:
     order: dict[Node, None] = {}
     waiting = [value]
     while waiting:
-        node = waiting[-1].made_by
+        node = waiting[-1].producer
         assert node is not None
         inputs = [] if node.op in _BY_SHAPE else node.inputs
-        missing = [v for v in inputs if v not in known and v.made_by not in order]
+        missing = [v for v in inputs if v not in known and v.producer not in order]
         if waiting[-1] not in known and not missing:
             order[node] = None
         if not missing:
@@ -205,7 +205,7 @@ def distance(start: Value, stop: Value, buffers: dict[Value, torch.Tensor], sees
 
 def _selected(value: Value) -> tuple[Any, ...]:
     """Tensor, dimension and index of a selected element; the value itself if it is none."""
-    node = value.made_by
+    node = value.producer
     if node is None or node.op != "aten.select":
         return (value,)
     return tuple(node.arguments[name] for name in ("input", "dim", "index"))
@@ -213,7 +213,7 @@ def _selected(value: Value) -> tuple[Any, ...]:
 
 def _base_and_offset(value: Value, buffers: dict[Value, torch.Tensor]) -> tuple[Value, int]:
     added = 0
-    while (node := value.made_by) is not None and not value.dtype.is_floating_point:
+    while (node := value.producer) is not None and not value.dtype.is_floating_point:
         given = node.arguments
         if node.op in _COPIES:
             value = given["input"]
@@ -236,10 +236,10 @@ def _known_integer(given: Any, buffers: dict[Value, torch.Tensor]) -> int | None
 
 def constant_data(value: Value) -> torch.Tensor | None:
     """Constant data of a value from the host or without computation; `None` for device results."""
-    made_by = value.made_by
-    while made_by is not None and made_by.op in ("aten.lift_fresh", "aten.detach", "aten.alias"):
-        made_by = made_by.inputs[0].made_by
-    data = made_by.arguments.get("data") if made_by is not None else None
+    producer = value.producer
+    while producer is not None and producer.op in ("aten.lift_fresh", "aten.detach", "aten.alias"):
+        producer = producer.inputs[0].producer
+    data = producer.arguments.get("data") if producer is not None else None
     if isinstance(data, Data):
         return data.tensor
     return constant_contents(value, {}) if value.is_on_host else None

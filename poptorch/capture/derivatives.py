@@ -221,7 +221,7 @@ def derive(tracer: Tracer, application: Application) -> None:
                 gradients.append(g.sum_to_size(value.shape).to(value.dtype))
         return gradients
 
-    (last, *_) = [value.made_by for value in application.of_gradients]
+    (last, *_) = [value.producer for value in application.of_gradients]
     assert last is not None
     trace = trace_backward(tracer, last, f"{application.name}.backward", backward, gs)
     _insert(tracer.recorder.trace.nodes, application, trace, [application.inputs[i] for i in places])
@@ -248,16 +248,16 @@ def _insert(nodes: list[Node], application: Application, backward: Trace, inputs
     """Insert an op that returns a custom function's results, and substitute new inner values for them within
     `forward`."""
     own = application.of_gradients
-    inner = {id(value): Value(value.shape, value.dtype, made_by=value.made_by, requires_grad=False) for value in own}
+    inner = {id(value): Value(value.shape, value.dtype, producer=value.producer, requires_grad=False) for value in own}
 
     def within(value: Value) -> Value:
         return inner.get(id(value), value)
 
     for value in own:
-        assert value.made_by is not None
-        value.made_by.results[:] = map(within, value.made_by.results)
+        assert value.producer is not None
+        value.producer.results[:] = map(within, value.producer.results)
     backward.outer[:] = map(within, backward.outer)
-    makers = {id(value.made_by) for value in (*inner.values(), *backward.outer)}
+    makers = {id(value.producer) for value in (*inner.values(), *backward.outer)}
     end = 1 + max(i for i, node in enumerate(nodes) if id(node) in makers)
     substitute(nodes[:end], within)
     numbers = [i for i, value in enumerate(filter(None, application.results)) if id(value) in inner]
@@ -279,5 +279,5 @@ def own_derivative(values: Sequence[Value], backward: Trace, beside: Node, **arg
     node = Node(OWN, "", arguments, beside.placement, beside.scope, beside.source, regions=beside.regions)
     node.results = list(values)
     for value in values:
-        value.made_by = node
+        value.producer = node
     return node

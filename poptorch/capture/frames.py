@@ -17,7 +17,7 @@ class Frame:
     """Trace under construction, and values that belong to it."""
 
     trace: Trace = field(default_factory=Trace)
-    own: dict[int, Value] = field(default_factory=dict)
+    values: dict[int, Value] = field(default_factory=dict)
     inputs: dict[int, Value] = field(default_factory=dict)
     """The inputs that stand for values from outside, by the identity of these."""
 
@@ -46,22 +46,22 @@ class FrameStack:
 
     def add(self, value: Value) -> Value:
         """Add a new value to the innermost function."""
-        self._frames[-1].own[id(value)] = value
+        self._frames[-1].values[id(value)] = value
         return value
 
     def owns(self, value: Value) -> bool:
         """Whether a value belongs to the innermost function."""
-        return id(value) in self._frames[-1].own
+        return id(value) in self._frames[-1].values
 
     def capture(self, value: Value) -> Value:
         """A value within the innermost function: captured as an input if it originates outside."""
-        home = next(i for i, frame in enumerate(self._frames) if id(value) in frame.own)
+        home = next(i for i, frame in enumerate(self._frames) if id(value) in frame.values)
         for frame in self._frames[home + 1 :]:
             inside = frame.inputs.get(id(value))
             if inside is None:
                 self._host.leave(value, self._source())
                 inside = Value(value.shape, value.dtype)
-                frame.inputs[id(value)] = frame.own[id(inside)] = inside
+                frame.inputs[id(value)] = frame.values[id(inside)] = inside
                 frame.trace.outer.append(value)
             value = inside
         return value

@@ -24,15 +24,15 @@ def record_gradient(value: Value, t: torch.Tensor, blocks_grad: bool) -> None:
         blocks_grad: whether gradients stop if `t` needs none; otherwise that is left open.
     """
     value.requires_grad = t.requires_grad or (False if blocks_grad else None)
-    if value.requires_grad and value.made_by is not None and value.made_by.op == "aten.detach":
-        _as_alias(value.made_by, t)
-    made_by = None if t._is_view() else t.grad_fn  # on access, PyTorch would regenerate the derivative of a view
-    if type(made_by).__name__ == "CppFunction":  # a function of `torch.jit.script` that has run before, say
-        value.of_function = type(made_by)
-    if (application := getattr(made_by, APPLICATION, None)) is not None:
+    if value.requires_grad and value.producer is not None and value.producer.op == "aten.detach":
+        _as_alias(value.producer, t)
+    grad_fn = None if t._is_view() else t.grad_fn  # on access, PyTorch would regenerate the derivative of a view
+    if type(grad_fn).__name__ == "CppFunction":  # a function of `torch.jit.script` that has run before, say
+        value.of_function = type(grad_fn)
+    if (application := getattr(grad_fn, APPLICATION, None)) is not None:
         application.differentiated.add(id(value))
-    elif isinstance(made_by, torch.autograd.function.BackwardCFunction):
-        value.of_function = type(made_by)._forward_cls
+    elif isinstance(grad_fn, torch.autograd.function.BackwardCFunction):
+        value.of_function = type(grad_fn)._forward_cls
 
 
 def _as_alias(node: Node, t: torch.Tensor) -> None:
@@ -40,8 +40,8 @@ def _as_alias(node: Node, t: torch.Tensor) -> None:
     if t.grad_fn is None:  # the user's, with `requires_grad_`
         return
     (value,) = node.inputs
-    while value.made_by is not None and value.made_by.op == "aten.detach":
-        (value,) = value.made_by.inputs
+    while value.producer is not None and value.producer.op == "aten.detach":
+        (value,) = value.producer.inputs
     node.op, node.arguments = "aten.alias", {"input": value}
 
 

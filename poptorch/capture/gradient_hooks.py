@@ -104,12 +104,12 @@ def apply_hooks(tracer: Tracer, hooks: Iterable[TensorHook], has_breaks: bool) -
             by_value.setdefault(hook.value, []).append(hook)
     for value, group in by_value.items():
         if value is None or has_breaks or not _apply(tracer, value, group):
-            tracer.hooks.append(group[0].what)
+            tracer.hooks.append(group[0].description)
 
 
 def _apply(tracer: Tracer, value: Value, hooks: Sequence[TensorHook]) -> bool:
     """Whether the gradient of a value could be routed through hooks."""
-    nodes, maker = tracer.recorder.trace.nodes, value.made_by
+    nodes, maker = tracer.recorder.trace.nodes, value.producer
     readers = [node for node in nodes if value in node.inputs]
     if maker is not None and maker.op in MARKED:  # where gradients begin
         return False
@@ -129,8 +129,8 @@ def _apply(tracer: Tracer, value: Value, hooks: Sequence[TensorHook]) -> bool:
     with tracer.suspended():
         gradient = torch.zeros(value.shape, dtype=value.dtype)
     beside = maker or readers[0]
-    trace = trace_backward(tracer, beside, f"{hooks[0].what}: a hook on its gradient", backward, [gradient])
-    makers = [maker, *(outer.made_by for outer in trace.outer)]
+    trace = trace_backward(tracer, beside, f"{hooks[0].description}: a hook on its gradient", backward, [gradient])
+    makers = [maker, *(outer.producer for outer in trace.outer)]
     end = max((i + 1 for i, node in enumerate(nodes) if any(node is each for each in makers)), default=0)
     early = any(node in readers for node in nodes[:end])  # reads it before there is what the hook reads
     if looks or early:

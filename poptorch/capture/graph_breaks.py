@@ -35,7 +35,7 @@ class GraphBreak:
     """Graph break: a host operation between two programs.
 
     Attributes:
-        at: number of ops recorded before it.
+        position: number of ops recorded before it.
         operands: values of its operands.
         run: host function of the operands' contents.
         source: the user's line.
@@ -43,7 +43,7 @@ class GraphBreak:
         results: values of the result tensors, in the program after it.
     """
 
-    at: int
+    position: int
     operands: list[Value]
     run: Callable[[Sequence[torch.Tensor]], Any]
     source: SourceLocation
@@ -76,7 +76,7 @@ class GraphBreaks:
         training: bool = False,
         micro_batches: int = 1,
     ) -> None:
-        self.found: list[GraphBreak] = []
+        self.breaks: list[GraphBreak] = []
         self._training, self.micro_batches = training, micro_batches
         self._trained: frozenset[Value] = frozenset()
         self._inputs, self._results = list(inputs), list(results)
@@ -87,7 +87,7 @@ class GraphBreaks:
         self, inputs: Sequence[Value], state: Mapping[Value, torch.Tensor], trained: Collection[Value] = ()
     ) -> None:
         """Reset all state for a new or repeated capture."""
-        self.found.clear()
+        self.breaks.clear()
         self._trained = frozenset(trained) if self._training else frozenset()
         self._contents = dict(zip(inputs, self._inputs, strict=True)) | dict(state)
 
@@ -118,7 +118,7 @@ class GraphBreaks:
                 "in a call: `deviceIterations(1)`, `replicationFactor(1)`, `Training.gradientAccumulation(1)`."
             )
         graph_break = GraphBreak(at, operands, run, source)
-        number = len(self.found)
+        number = len(self.breaks)
         if number < len(self._results):
             result = self._results[number]
         else:
@@ -127,7 +127,7 @@ class GraphBreaks:
         if self._training:
             self._check_trained(result, operands, source, tracked)
         graph_break.key = GraphBreak.key_of(result)
-        self.found.append(graph_break)
+        self.breaks.append(graph_break)
         return graph_break, result
 
     @contextmanager

@@ -47,53 +47,53 @@ class HolderSnapshot:
     Attributes:
         text: the user's name for it.
         holder: itself; the dictionary of an object.
-        read: function that returns its contents.
-        put_back: function that restores the contents, or only some of the items; `None` if that is impossible.
+        read_contents: function that returns its contents.
+        restore_contents: function that restores the contents, or only some of the items; `None` if that is impossible.
         is_models: whether it belongs to the model.
         is_namespace: whether it holds them under names, as an object or a function does.
         derived: names of what each run computes anew before it is read.
-        before: contents when this was made.
+        contents: contents when this was made.
     """
 
     text: str
     holder: Any
-    read: Callable[[], Any]
-    put_back: Callable[[Any], None] | None = None
+    read_contents: Callable[[], Any]
+    restore_contents: Callable[[Any], None] | None = None
     is_models: bool = False
     is_namespace: bool = False
     derived: frozenset[str | None] = frozenset()
-    before: Any = field(init=False)
+    contents: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.before = self.read()
+        self.contents = self.read_contents()
 
     def parts(self) -> Iterator[tuple[str, Any]]:
         """Objects among the contents that may hold others, by display name."""
-        pairs = self.before.items() if isinstance(self.before, dict) else enumerate(self.before)
+        pairs = self.contents.items() if isinstance(self.contents, dict) else enumerate(self.contents)
         return ((self._text_of(key), value) for key, value in pairs if not is_instance(value, _CLOSED))
 
     def restore(self) -> None:
         """Restore the contents of model objects. In other objects, replace only entries with fake tensors."""
-        now = self.read()
-        if self.put_back is None or _same_content(now, self.before):
+        now = self.read_contents()
+        if self.restore_contents is None or _same_content(now, self.contents):
             return
         if self.is_models:
-            self.put_back(self.before)
+            self.restore_contents(self.contents)
         elif isinstance(now, dict):
-            pairs = [(key, was, now.get(key)) for key, was in self.before.items()]
-            self.put_back({key: was for key, was, value in pairs if value is not was and _holds_fake(value)})
+            pairs = [(key, was, now.get(key)) for key, was in self.contents.items()]
+            self.restore_contents({key: was for key, was, value in pairs if value is not was and _holds_fake(value)})
 
     def changed(self) -> Iterator[tuple[str, Any, Any]]:
         """Entries that are now different objects: display name, old value, new value."""
-        now = self.read()
+        now = self.read_contents()
         if isinstance(now, dict):
             for key, value in now.items():
-                if key not in self.derived and value is not (was := self.before.get(key, _ABSENT)):
+                if key not in self.derived and value is not (was := self.contents.get(key, _ABSENT)):
                     yield self._text_of(key), was, value
-        elif isinstance(now, set) and now != self.before or len(now) != len(self.before):
+        elif isinstance(now, set) and now != self.contents or len(now) != len(self.contents):
             yield self.text, GROWS, GROWS
         elif isinstance(now, list):
-            for i, (was, value) in enumerate(zip(self.before, now, strict=True)):
+            for i, (was, value) in enumerate(zip(self.contents, now, strict=True)):
                 if value is not was:
                     yield f"{self.text}[{i}]", was, value
 
@@ -114,8 +114,8 @@ class HostState:
         around: whether to inspect variables of functions and classes too.
 
     Attributes:
-        places: objects that hold other objects.
-        apart: the user's names of what `left_apart` has found.
+        snapshots: objects that hold other objects.
+        excluded: the user's names of what `left_apart` has found.
 
     Example:
         >>> module = torch.nn.Module()
@@ -129,9 +129,9 @@ class HostState:
     """
 
     def __init__(self, module: torch.nn.Module, function: Callable[..., Any] | None, around: bool = True) -> None:
-        self.places: list[HolderSnapshot] = []
-        self._around = around
-        self.apart: set[str] = set()
+        self.snapshots: list[HolderSnapshot] = []
+        self._with_functions = around
+        self.excluded: set[str] = set()
         self._visited: set[int] = set()
         self._codes: dict[CodeType, None] = {}
         self._globals: dict[int, dict[str, Any]] = {}
@@ -140,8 +140,8 @@ class HostState:
         for each, path in modules.items():
             self._visited.add(id(each))
             self._add_namespace(f"model.{path}" if path else "model", attributes(each), without=_OF_MODULES)
-            self.places[-1].derived = frozenset(map(_weight_name, each._forward_pre_hooks.values()))
-        self._modules = tuple(self.places)
+            self.snapshots[-1].derived = frozenset(map(_weight_name, each._forward_pre_hooks.values()))
+        self._modules = tuple(self.snapshots)
         self._explore()
         if not around:
             return
@@ -165,15 +165,15 @@ class HostState:
         try:
             yield self
         finally:
-            for place in self.places:
+            for place in self.snapshots:
                 place.restore()
 
     @contextmanager
     def left_apart(self) -> Iterator[None]:
         """Leave out of `changes` what a block changes: it is code that the host executes in each run."""
-        before = [replace(place) for place in self.places]
+        before = [replace(place) for place in self.snapshots]
         yield
-        self.apart |= {text for place in before for text, _, _ in place.changed()}
+        self.excluded |= {text for place in before for text, _, _ in place.changed()}
 
     def changes(self, is_of_run: Callable[[Any], bool]) -> Iterator[tuple[str, str]]:
         """Changes that may be intended for later runs: display name, and source line of the change.
@@ -183,12 +183,12 @@ class HostState:
         Args:
             is_of_run: whether an object is a tensor that each run makes again.
         """
-        for place in self.places:
+        for place in self.snapshots:
             for text, before, now in place.changed():
                 counts = is_instance(now, NUMBERS) and before is _ABSENT and not place.is_namespace
                 differs = is_instance(now, _PLAIN) and is_instance(before, _PLAIN) and before != now
                 is_kept = now is GROWS or counts or differs or any(map(is_of_run, pytree.tree_leaves(now)))
-                if is_kept and text not in self.apart:
+                if is_kept and text not in self.excluded:
                     yield text, self.line_of(text, is_rebound=place.is_namespace and now is not GROWS)
 
     def changed_counters(self) -> dict[str, Number]:
@@ -197,7 +197,7 @@ class HostState:
             text.removeprefix("model."): before
             for place in self._modules
             for text, before, now in place.changed()
-            if type(before) in COUNTER_TYPES and text not in self.apart
+            if type(before) in COUNTER_TYPES and text not in self.excluded
             if type(now) is Counter or type(now) in COUNTER_TYPES and now != before
         }
 
@@ -218,12 +218,12 @@ class HostState:
             elif look := next((look for kind, look in _STATES.items() if is_instance(each, kind)), None):
                 self._add(HolderSnapshot(text, each, partial(_single_value, look, each), None, is_models))
             elif is_instance(each, FunctionType):
-                if self._around:
+                if self._with_functions:
                     self._add_function(each)
             elif is_instance(each, MethodType):
                 self._waiting += [(text, each.__func__, is_models), (text, each.__self__, is_models)]
             elif is_instance(each, type):
-                if self._around and is_users(each):
+                if self._with_functions and is_users(each):
                     self._add_class(each)
             elif is_users(type(each)) or type(each).__module__ in _HOLDING:
                 is_models = is_models and type(each).__module__ != "queue"  # which other threads may fill meanwhile
@@ -305,7 +305,7 @@ class HostState:
         self._add_namespace(function.__name__, vars(function), is_models=False)
 
     def _add(self, place: HolderSnapshot) -> None:
-        self.places.append(place)
+        self.snapshots.append(place)
         self._waiting += ((text, each, place.is_models) for text, each in place.parts())
 
 

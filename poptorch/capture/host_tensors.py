@@ -71,8 +71,8 @@ class HostTensors:
         """Record the first device use of host tensors from which a value derives."""
         for origin in _origins(value):
             constant = self._by_node.get(origin)
-            if constant is not None and constant.met is None:
-                constant.met = source
+            if constant is not None and constant.first_use is None:
+                constant.first_use = source
 
 
 def _origins(value: Value) -> Iterator[Node]:

@@ -88,8 +88,8 @@ def warn_about_other_loss(trace: Trace, loss: Value) -> None:
         logger.warning(
             "The model is trained by its loss, %s, and returns %s, made of that. What is done to a loss has no "
             'effect on the training. To train by the result, mark it: `poptorch.identity_loss(x, reduction="none")`.',
-            loss.made_by,
-            misleading.made_by,
+            loss.producer,
+            misleading.producer,
         )
 
 

@@ -61,33 +61,33 @@ class Captured:
         inputs: the values of the tensors given.
         state: the values that the module's parameters and buffers have at the beginning, by name.
         result: result of `forward`, with tensors without numbers; the outputs of `trace` are the values of these.
-        written: final values of tensors that are overwritten.
-        written_inputs: as `written`, for the given tensors, by position.
+        updated: final values of tensors that are overwritten.
+        written_inputs: as `updated`, for the given tensors, by position.
         hooks: descriptions of hooks on gradients: they have no effect.
-        read: the buffers whose numbers have become a part of the program, with these numbers.
+        read_buffers: the buffers whose numbers have become a part of the program, with these numbers.
         frozen: other host tensors whose contents are constants.
         carried: host objects that it changes, and that the next run may be meant to find: the user's names, and the
             lines.
         changed: initial values of numbers of its modules that it changes.
         numbers: numbers that the host computes for each run, if there are any.
         slots: values that receive them in a micro-batch.
-        shown: numbers that it formats as text: the user's names, and the lines that change them.
+        formatted_numbers: numbers that it formats as text: the user's names, and the lines that change them.
     """
 
     trace: Trace
     inputs: list[Value]
     state: dict[str, Value]
     result: Any
-    written: dict[str, Value] = field(default_factory=dict)
+    updated: dict[str, Value] = field(default_factory=dict)
     written_inputs: dict[int, Value] = field(default_factory=dict)
     hooks: Sequence[str] = ()
-    read: dict[str, torch.Tensor] = field(default_factory=dict)
+    read_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     frozen: Sequence[CapturedConstant] = ()
     carried: dict[str, str] = field(default_factory=dict)
     changed: dict[str, int | float] = field(default_factory=dict)
     numbers: HostNumbers | None = None
     slots: Sequence[Value] = ()
-    shown: dict[str, str] = field(default_factory=dict)
+    formatted_numbers: dict[str, str] = field(default_factory=dict)
 
 
 def capture(request: CaptureRequest) -> Captured:
@@ -183,7 +183,7 @@ def _capture(tracer: Tracer, request: CaptureRequest) -> Captured:
         carried |= {text: host_state.line_of(text) for text in recorder.overwritten()}
         recorder.resolve_requires_grad()
         if request.derives:
-            _derive(tracer, applications, has_breaks=breaks is not None and bool(breaks.found))
+            _derive(tracer, applications, has_breaks=breaks is not None and bool(breaks.breaks))
         trace = recorder.finish(request.derives)
         with tracer.suspended():
             for t in returned:
@@ -192,11 +192,11 @@ def _capture(tracer: Tracer, request: CaptureRequest) -> Captured:
         trace=trace,
         inputs=inputs.values,
         state=inputs.state_values,
-        written={key: end for key, end in state_ends.items() if end is not inputs.state_values[key]},
+        updated={key: end for key, end in state_ends.items() if end is not inputs.state_values[key]},
         written_inputs={i: end for i, end in enumerate(ends) if end is not inputs.values[i]},
         result=result,
         hooks=tracer.hooks,
-        read={key: inputs.state[key].detach().clone() for key in recorder.read},
+        read_buffers={key: inputs.state[key].detach().clone() for key in recorder.read_buffers},
         frozen=recorder.host.constants,
         carried=carried,
         changed=changed,
@@ -213,7 +213,8 @@ def _surroundings(tracer: Tracer, request: CaptureRequest, inputs: _Inputs) -> I
     module, recorder = request.module, tracer.recorder
 
     def is_constant_state(name: str, t: torch.Tensor) -> bool:  # the same in every run
-        return recorder.is_constant(t) and not (name in recorder.read or recorder.uses(inputs.state_values.get(name)))
+        is_read = name in recorder.read_buffers or recorder.uses(inputs.state_values.get(name))
+        return recorder.is_constant(t) and not is_read
 
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -248,13 +249,13 @@ def _derive(tracer: Tracer, applications: Iterable[Application], has_breaks: boo
             application.give_up()
         else:
             derive(tracer, application)
-    apply_hooks(tracer, tracer.function_interceptor.tensor_hooks.found, has_breaks)
+    apply_hooks(tracer, tracer.function_interceptor.tensor_hooks.hooks, has_breaks)
 
 
 def _check_buffers(recorder: Recorder, inputs: _Inputs, ends: Mapping[str, Value]) -> None:
     """Raise an error if a constant-folded buffer is overwritten, or if any tensor of the module changes shape."""
     starts = inputs.state_values
-    for key, where in recorder.read.items():
+    for key, where in recorder.read_buffers.items():
         if ends[key] is not starts[key]:
             raise createPoptorchError(
                 f"{CANNOT_READ} The buffer {key} is needed here ({where}), and `forward` overwrites it, so that it "

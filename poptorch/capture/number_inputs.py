@@ -72,7 +72,7 @@ def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace:
             counter.tape.slots[_slot(node, key, type(stand_in) is float)] = (counter.index,)
     if counters:
         for node in nodes:
-            node.made_of = None
+            node.buffers = None
     return results
 
 

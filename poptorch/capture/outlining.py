@@ -89,7 +89,7 @@ def _keeps_in_larger_region(nodes: Sequence[Node], run: _OpRange) -> bool:
     own = nodes[run.start : run.stop]
     beside = [*nodes[max(run.start - 1, 0) : run.start], *nodes[run.stop : run.stop + 1]]
     around = set(_regions_around(own))
-    return any(node.is_kept for node in own) and any(not around.isdisjoint(node.regions) for node in beside)
+    return any(node.is_saved for node in own) and any(not around.isdisjoint(node.regions) for node in beside)
 
 
 def outlining_key(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> Hashable:
@@ -110,7 +110,7 @@ def outlining_key(nodes: Sequence[Node], known: dict[int, Hashable] | None = Non
         given = tuple(_leaf(leaf, known) for leaf in leaves)
         results = tuple((r.shape, r.dtype) for r in node.results)
         known |= {id(r): (number, i) for i, r in enumerate(node.results)}
-        flags = (node.stops, node.has_effect, node.placement, node.is_kept)
+        flags = (node.stops, node.has_effect, node.placement, node.is_saved)
         regions = tuple(numbers.setdefault(region, len(numbers)) for region in node.regions[depth:])
         key.append((node.op, node.overload, str(structure), given, results, flags, regions))
     return tuple(key)
@@ -210,5 +210,5 @@ def call(nodes: Sequence[Node], trace: Trace, returned: Sequence[tuple[int, int]
         stops=frozenset(),
         scope="",
         regions=_regions_around(nodes),
-        is_kept=False,
+        is_saved=False,
     )

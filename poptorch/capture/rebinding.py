@@ -24,20 +24,20 @@ class _Holder:
         prefix: module path, before the name of a tensor.
         is_exempt: whether its tensors may be replaced.
         tensors: the dictionary.
-        before: its contents before `forward`.
+        contents: its contents before `forward`.
     """
 
     kind: str
     prefix: str
     is_exempt: bool
     tensors: dict[str, Any]
-    before: dict[str, Any]
+    contents: dict[str, Any]
 
     def check(
         self, moved: Mapping[tuple[int, str], torch.Tensor], is_made: Callable[[str, torch.Tensor], bool]
     ) -> None:
         """Check that all tensors are in place, or converted; arguments: see `_moving` and `not_rebound`."""
-        for name, tensor in self.before.items():
+        for name, tensor in self.contents.items():
             now = self.tensors.get(name)
             if self.is_exempt or now is moved.get((id(self.tensors), name), tensor):
                 continue
@@ -78,7 +78,7 @@ def not_rebound(
             yield
         for holder in holders:
             holder.check(moved, is_made)
-        known = {holder.prefix + name for holder in holders for name in holder.before}
+        known = {holder.prefix + name for holder in holders for name in holder.contents}
         for name, t in torch.nn.Module.named_parameters(module):
             if name not in known and not is_made(name, t):
                 raise _made_late("Parameter", name, "not there")

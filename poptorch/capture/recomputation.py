@@ -35,9 +35,9 @@ def between_checkpoints(nodes: Sequence[Node], by_stage: bool, to_the_end: bool 
     groups: list[tuple[Hashable, list[Node]]] = []
     part = 0
     for node in nodes:
-        part += node.is_kept and not node.regions
+        part += node.is_saved and not node.regions
         key = (part, (node.placement.unit, node.placement.stage) if by_stage else None)
-        if node.is_kept and not node.regions or not groups or groups[-1][0] != key:
+        if node.is_saved and not node.regions or not groups or groups[-1][0] != key:
             groups.append((key, []))
         groups[-1][1].append(node)
     first = 1 + max((region for node in nodes for region in node.regions), default=0)
@@ -45,7 +45,7 @@ def between_checkpoints(nodes: Sequence[Node], by_stage: bool, to_the_end: bool 
     for number, (_, group) in enumerate(groups):
         is_region = to_the_end or number < len(groups) - 1
         for node in group:
-            is_own = bool(node.regions) or node.is_kept
+            is_own = bool(node.regions) or node.is_saved
             result.append(replace(node, regions=(first + number,)) if is_region and not is_own else node)
     return result
 
@@ -57,7 +57,7 @@ def keeping_all_but_norms(nodes: Iterable[Node]) -> list[Node]:
         is_norm = node.op in _NORMS or len(node.inputs) == 1 and id(node.inputs[0]) in lost
         if is_norm:
             lost.update(map(id, node.results))
-        result.append(node if is_norm else replace(node, is_kept=True))
+        result.append(node if is_norm else replace(node, is_saved=True))
     return result
 
 
@@ -155,4 +155,4 @@ def _trace(part: Sequence[Node], returned: Sequence[tuple[int, int]], known: Any
         return replace(called, outputs=[called.outputs[k] for _, k in returned], is_recomputed=True)
     inputs, outputs = external_inputs(part), [part[i].results[k] for i, k in returned]
     nodes = _as_calls(part, set(map(id, outputs)), known, done)
-    return Trace(inputs, nodes, outputs, names=[v.name for v in inputs], is_recomputed=True, is_part=True)
+    return Trace(inputs, nodes, outputs, names=[v.name for v in inputs], is_recomputed=True, keeps_seeds=True)

@@ -45,7 +45,7 @@ class Recorder:
         host: tensors of the host whose numbers have become a part of the program.
         frames: functions under recording.
         source: function that finds the user's line that is running, or active in a given frame.
-        read: buffers whose numbers were read, by name, and the first place.
+        read_buffers: buffers whose numbers were read, by name, and the first place.
         reshaped: last place where a tensor's layout was changed, by the identity of each.
         makes_on_host: whether results of ops without tensor operands are on the host, for the model.
         regions: numbers of the regions that are running whose activations are recomputed, outermost first.
@@ -56,7 +56,7 @@ class Recorder:
         self.scopes: list[str] = []
         self.host = HostTensors()
         self.source = partial(user_line, excludes=tuple(request.excludes))
-        self.read: dict[str, SourceLocation] = {}
+        self.read_buffers: dict[str, SourceLocation] = {}
         self.reshaped: dict[int, SourceLocation] = {}
         self.makes_on_host = False
         self.regions: tuple[int, ...] = ()
@@ -127,7 +127,7 @@ class Recorder:
         if not isinstance(each, FakeTensor) or id(each) not in self._views:
             return False
         value = self.value_of(each)
-        return not value.is_constant and not (value.made_by is None and value.name)
+        return not value.is_constant and not (value.producer is None and value.name)
 
     def uses(self, value: Value | None) -> bool:
         """Whether any recorded op reads a value."""
@@ -137,7 +137,7 @@ class Recorder:
         """Current contents of a tensor, read-only; `None` if they depend on a run."""
         value = self.value_of(t)
         for name in value.buffer_dependencies or ():
-            self.read.setdefault(name, self.source())
+            self.read_buffers.setdefault(name, self.source())
         return constant_contents(value, self._buffer_contents)
 
     def distance(self, start: torch.Tensor, stop: torch.Tensor, sees_selects: bool) -> int | None:
@@ -340,10 +340,10 @@ class Recorder:
             self._context.count_convolution()
         names = buffer_dependencies(op, overload, values)
         placement = self._context.placement() if self._recording_at is None else self._recording_at.placement
-        node = Node(op, overload, values, placement, scope, self.source(), has_effect, made_of=names)
+        node = Node(op, overload, values, placement, scope, self.source(), has_effect, buffers=names)
         given = [*(value.is_on_host for value in node.inputs), *map(self.is_on_host, written)]
         node.is_on_host = all(given) if given else self.makes_on_host
-        node.regions, node.is_kept = self.regions, keeps
+        node.regions, node.is_saved = self.regions, keeps
         if not node.is_on_host:
             self.host.check_use(node)
         self.trace.nodes.append(node)
@@ -360,7 +360,7 @@ class Recorder:
 
     def add_result(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
         """Add a result value to an op."""
-        value = self.frames.add(Value(shape, dtype, made_by=node))
+        value = self.frames.add(Value(shape, dtype, producer=node))
         node.results.append(value)
         return value
 
@@ -398,9 +398,9 @@ class Recorder:
 
     def keep(self, t: torch.Tensor) -> None:
         """Mark a newly computed tensor as saved for the backward pass."""
-        node = self.value_of(t).made_by
+        node = self.value_of(t).producer
         assert node is not None
-        node.is_kept = True
+        node.is_saved = True
 
     def region(self) -> AbstractContextManager[None]:
         """Record ops of a block as a region with recomputed activations."""
@@ -454,7 +454,7 @@ class Recorder:
             yield
         finally:
             kept = [
-                (weakref.ref(tracked.tensor), value if self._is_constant(tracked) else None, value.made_by)
+                (weakref.ref(tracked.tensor), value if self._is_constant(tracked) else None, value.producer)
                 for tracked in list(self._views.values())
                 if isinstance(tracked.tensor, FakeTensor)
                 for value in (self.value_of(tracked.tensor) if self._is_constant(tracked) else tracked.value,)

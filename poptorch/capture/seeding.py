@@ -103,10 +103,10 @@ class _OfThisThread:
     """Generator proxy: the creating thread uses one generator, other threads use another."""
 
     def __init__(self, own: _Generator, others: torch.Generator) -> None:
-        self._thread, self._own, self._others = threading.get_ident(), own, others
+        self._thread, self._recorded, self._generator = threading.get_ident(), own, others
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own if threading.get_ident() == self._thread else self._others, name)
+        return getattr(self._recorded if threading.get_ident() == self._thread else self._generator, name)
 
 
 @contextmanager

@@ -18,13 +18,13 @@ _METADATA = frozenset(
 class StandIn(torch.Tensor):
     """Tensor with metadata only, such as shape and dtype; any other use raises an error that names its origin."""
 
-    _where: str
+    _source: str
 
     @staticmethod
     def for_tensor(t: torch.Tensor, where: str) -> StandIn:
         """New stand-in for a tensor created at source line `where`."""
         made: StandIn = torch.empty(t.shape, dtype=t.dtype, device="meta").as_subclass(StandIn)
-        made._where = where
+        made._source = where
         return made
 
     @classmethod
@@ -38,7 +38,7 @@ class StandIn(torch.Tensor):
         )
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"A tensor of {tuple(self.shape)} and {self.dtype}{f' ({self._where})' * bool(self._where)}"
+        return f"A tensor of {tuple(self.shape)} and {self.dtype}{f' ({self._source})' * bool(self._source)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
         return self

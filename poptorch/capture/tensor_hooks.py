@@ -21,13 +21,13 @@ class TensorHook:
 
     Attributes:
         number: key among `hooks`, all those of the tensor. A removed hook is no longer there.
-        what: description of the tensor.
+        description: description of the tensor.
     """
 
     value: Value | None
     number: int
     hooks: Mapping[int, Hook]
-    what: str
+    description: str
 
     @property
     def is_removed(self) -> bool:
@@ -43,13 +43,13 @@ class TensorHooks:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.found: list[TensorHook] = []
+        self.hooks: list[TensorHook] = []
 
     def add_parameters(self, state: Mapping[str, torch.Tensor], values: Mapping[str, Value]) -> None:
         """Add hooks on parameters of a module, once for tied ones."""
         for value, name in {value: name for name, value in values.items()}.items():
             hooks = state[name]._backward_hooks or {}
-            self.found += [TensorHook(value, number, hooks, f"The parameter {name}") for number in hooks]
+            self.hooks += [TensorHook(value, number, hooks, f"The parameter {name}") for number in hooks]
 
     def register(self, t: torch.Tensor, hook: Hook) -> RemovableHandle:
         """`t.register_hook(hook)` in `forward`."""
@@ -57,5 +57,5 @@ class TensorHooks:
         is_elsewhere = self._recorder.frames.is_nested or in_transform()
         value = None if is_elsewhere else self._recorder.value_of(t)
         what = f"A tensor of `forward` ({self._recorder.source()})"
-        self.found.append(TensorHook(value, handle.id, t._backward_hooks or {}, what))
+        self.hooks.append(TensorHook(value, handle.id, t._backward_hooks or {}, what))
         return handle

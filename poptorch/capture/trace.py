@@ -20,7 +20,7 @@ class Value:
     Attributes:
         shape, dtype: PyTorch's shape and dtype.
         name: name of an input, or a parameter or buffer; empty for others.
-        made_by: the node that makes it; `None` for inputs.
+        producer: the node that makes it; `None` for inputs.
         requires_grad: whether gradients flow through it; `None` before the capture has ended.
         of_function: class of the function that returned it, a `torch.autograd.Function`, if it is differentiated
             through its ops although the function defines a derivative.
@@ -30,7 +30,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     name: str = ""
-    made_by: Node | None = field(default=None, repr=False)
+    producer: Node | None = field(default=None, repr=False)
     requires_grad: bool | None = None
     of_function: type | None = None
     of_buffer: bool = False
@@ -40,12 +40,12 @@ class Value:
         """Names of buffers on which its contents depend; `None` if they depend on other run-time data."""
         if self.of_buffer:
             return frozenset([self.name])
-        return self.made_by.made_of if self.made_by is not None else None
+        return self.producer.buffers if self.producer is not None else None
 
     @property
     def is_on_host(self) -> bool:
         """Whether the model sees this value on the host: derived from host tensors only, and never moved."""
-        return self.made_by is not None and self.made_by.is_on_host
+        return self.producer is not None and self.producer.is_on_host
 
     @property
     def is_constant(self) -> bool:
@@ -101,10 +101,10 @@ class Node:
         source: the user's line.
         has_effect: whether it is kept, even if nothing uses its results.
         stops: positions of the results that stop gradients.
-        made_of: names of the buffers that its results come of; `None` if they come of anything else of a run.
+        buffers: names of the buffers that its results come of; `None` if they come of anything else of a run.
         is_on_host: whether the results are on the host, for the model.
         regions: the regions it is in whose activations are recomputed for the backward pass, outermost first.
-        is_kept: whether its results are kept for the backward pass in any case.
+        is_saved: whether its results are kept for the backward pass in any case.
     """
 
     op: str
@@ -116,10 +116,10 @@ class Node:
     has_effect: bool = False
     results: list[Value] = field(default_factory=list)
     stops: frozenset[int] = frozenset()
-    made_of: frozenset[str] | None = None
+    buffers: frozenset[str] | None = None
     is_on_host: bool = False
     regions: tuple[int, ...] = ()
-    is_kept: bool = False
+    is_saved: bool = False
 
     @property
     def inputs(self) -> list[Value]:
@@ -149,7 +149,7 @@ class Trace:
         outer: values of the function around it that it uses.
         names: names of the inputs, if they have any.
         is_recomputed: whether the backward pass recomputes the values that its gradient reads.
-        is_part: whether random ops in it are given the seeds that they would have outside of it.
+        keeps_seeds: whether random ops in it are given the seeds that they would have outside of it.
     """
 
     inputs: list[Value] = field(default_factory=list)
@@ -158,7 +158,7 @@ class Trace:
     outer: list[Value] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     is_recomputed: bool = False
-    is_part: bool = False
+    keeps_seeds: bool = False
 
     def all_nodes(self) -> Iterator[Node]:
         """Iterate over ops, including those of nested functions."""
@@ -207,7 +207,7 @@ def origins(values: Iterable[Value], is_followed: Callable[[Node], bool] = lambd
     """Ops from which values derive, directly or indirectly, as far as ops are followed."""
     waiting, known = list(values), set[Node]()
     while waiting:
-        node = waiting.pop().made_by
+        node = waiting.pop().producer
         if node is not None and node not in known and is_followed(node):
             known.add(node)
             yield node

@@ -171,12 +171,12 @@ class EndsWithProgram:
     """
 
     def __init__(self, then: Callable[[int], object] | None) -> None:
-        self._then = then
+        self._init_function = then
 
     def __call__(self, worker: int) -> None:
         threading.Thread(target=self._end, daemon=True).start()
-        if self._then is not None:
-            self._then(worker)
+        if self._init_function is not None:
+            self._init_function(worker)
 
     @staticmethod
     def _end() -> None:
@@ -330,10 +330,10 @@ class Unpickler(pickle.Unpickler):
 
     def __init__(self, data: bytes, places: list[torch.Tensor]) -> None:
         super().__init__(io.BytesIO(data))
-        self._places = places
+        self._tensors = places
 
     def persistent_load(self, pid: int) -> torch.Tensor:
-        return self._places[pid]
+        return self._tensors[pid]
 
 
 def _pickled(value: Any, places: Iterable[torch.Tensor] = ()) -> bytes:

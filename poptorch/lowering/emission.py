@@ -158,7 +158,7 @@ class Emission:
 
     def tensor(self, value: Value) -> popxl.Tensor:
         """The tensor of a value; raises `poptorch.Error` for a result unsupported by its op's lowering."""
-        if id(value) not in self.tensors and (node := value.made_by) is not None:
+        if id(value) not in self.tensors and (node := value.producer) is not None:
             number = next(i for i, result in enumerate(node.results) if result is value)
             raise createPoptorchError(f"{node.op} at {node.source}: its result number {number} is not supported.")
         return self.tensors[id(value)]
@@ -270,8 +270,8 @@ class _Function:
     ) -> None:
         self.graph = popxl.gir().create_empty_graph(name)
         self.seeds: list[popxl.Tensor] = []
-        self._is_part = trace.is_part
-        emission = Emission(self._seed, placed, trace.is_part, recomputed)
+        self._keeps_seeds = trace.keeps_seeds
+        emission = Emission(self._seed, placed, trace.keeps_seeds, recomputed)
         with get_current_context().set(scope_prefix=""), self.graph:
             names = trace.names or [v.name for v in trace.inputs]
             inputs = [
@@ -284,11 +284,11 @@ class _Function:
                 popxl.graph_output(emission.tensor(value))
 
         if trace.is_recomputed:
-            kept = [value for node in trace.nodes if node.is_kept for value in node.results]
+            kept = [value for node in trace.nodes if node.is_saved for value in node.results]
             recomputed[self.graph] = [emission.tensors[id(v)] for v in kept if id(v) in emission.tensors]
 
     def _seed(self) -> popxl.Tensor:
-        if self._is_part or not self.seeds:
+        if self._keeps_seeds or not self.seeds:
             self.seeds.append(popxl.graph_input((2,), popxl.uint32, "random"))
         return self.seeds[-1]
 

@@ -127,7 +127,7 @@ class CPU:
         on_host = tracer.host_state
         with on_host.left_apart(), without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             example = function.result([torch.zeros(t.shape, dtype=t.dtype) for t in tensors])  # not of the program
-        function.changes = frozenset(on_host.apart)
+        function.changes = frozenset(on_host.excluded)
         structure = structure_of(example, self._name)
         found = list(structure.leaves())
         if not found or any(0 in leaf.shape for leaf in found) and not any(0 in t.shape for t in tensors):

@@ -136,10 +136,10 @@ class _Annotated:
 
     def __init__(self, function: Callable[..., Any], mark: _Mark) -> None:
         update_wrapper(self, function)
-        self._of = function, mark
+        self._arguments = function, mark
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function, mark = self._of
+        function, mark = self._arguments
         mark()
         try:
             return function(*args, **kwargs)
@@ -151,15 +151,15 @@ class _Annotated:
         return self if instance is None else MethodType(self, instance)  # as functions in a class are methods
 
     def __reduce__(self) -> Any:
-        function, _ = self._of
+        function, _ = self._arguments
         name = getattr(function, "__qualname__", "")
         found: Any = sys.modules.get(getattr(function, "__module__", None) or "")
         for part in name.split("."):
             found = getattr(found, part, None)
-        return name if found is self else (type(self), self._of)  # where it decorates, it has the name
+        return name if found is self else (type(self), self._arguments)  # where it decorates, it has the name
 
     def __repr__(self) -> str:
-        function, mark = self._of
+        function, mark = self._arguments
         return f"{mark} {function!r}"
 
 

@@ -55,7 +55,7 @@ class CaptureContext:
     def __init__(self, strategy: _IExecutionStrategy) -> None:
         self.overlaps = False
         self._strategy = strategy
-        self._places: dict[BlockId, BlockPlacement] = {}  # of all blocks so far
+        self._placements: dict[BlockId, BlockPlacement] = {}  # of all blocks so far
         self._block: BlockId | None = None  # the active block; None before the first
         self._active = True  # false after a block has ended
         self._open_blocks: list[BlockId] = []
@@ -76,7 +76,8 @@ class CaptureContext:
                 "No active Block: an operation is outside any block, after a `with poptorch.Block` has ended. Put all "
                 "operations that follow into blocks, or begin blocks that stay open with `poptorch.BeginBlock`."
             )
-        place = BlockPlacement(0, 0, self._strategy.first_phase) if self._block is None else self._places[self._block]
+        default = BlockPlacement(0, 0, self._strategy.first_phase)
+        place = default if self._block is None else self._placements[self._block]
         return OpPlacement(
             block=self._block,
             unit=place.unit,
@@ -101,9 +102,9 @@ class CaptureContext:
             AssertionError: if the strategy does not know the block, or needs a unit.
         """
         block_id = str(self._next_id) if user_id is None else user_id
-        known = self._places.get(block_id)
+        known = self._placements.get(block_id)
         if known is None or ipu_id is not None:
-            place = self._strategy.place_block(block_id, ipu_id, begun=len(self._places))
+            place = self._strategy.place_block(block_id, ipu_id, begun=len(self._placements))
             if known is not None and known.unit != place.unit:
                 logger.warning(
                     "Block %r asks for unit %d and stays on unit %d: blocks with one id are one block.",
@@ -111,7 +112,7 @@ class CaptureContext:
                     place.unit,
                     known.unit,
                 )
-            self._places.setdefault(block_id, place)
+            self._placements.setdefault(block_id, place)
         self._next_id += user_id is None
         self._block, self._active = block_id, True
         return block_id

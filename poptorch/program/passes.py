@@ -45,13 +45,13 @@ class Phases:
     """Phases of a phased execution strategy; without arguments, of another one, which has none.
 
     Attributes:
-        of: the phase of each op of the model's graph.
+        by_op: the phase of each op of the model's graph.
         liveness: time when tensors are stored off chip.
         separate: whether the backward pass starts in a phase of its own. Otherwise it starts in the last phase, whose
             tensors stay on chip before it.
     """
 
-    of: Mapping[Op, int] = field(default_factory=dict)
+    by_op: Mapping[Op, int] = field(default_factory=dict)
     liveness: Liveness = Liveness.AlwaysLive
     separate: bool = False
 
@@ -63,19 +63,19 @@ class Phases:
     @property
     def shared_phase(self) -> int | None:
         """Forward phase in which the backward pass begins; `None` for a separate phase."""
-        return None if self.separate else max(self.of.values(), default=None)
+        return None if self.separate else max(self.by_op.values(), default=None)
 
     def is_shared(self, op: Op) -> bool:
         """Whether the backward pass begins in the phase of an op."""
-        return bool(self.of) and self.of.get(op) == self.shared_phase
+        return bool(self.by_op) and self.by_op.get(op) == self.shared_phase
 
     def readers(self, graph: popxl.Graph) -> dict[popxl.Tensor, list[int]]:
         """Phases that read each input of the model's graph, in order."""
         found: dict[popxl.Tensor, dict[int, None]] = {t: {} for t in graph.inputs}
         for op in graph.ops:
             for t in op.inputs:
-                if t in found and op in self.of:
-                    found[t][self.of[op]] = None
+                if t in found and op in self.by_op:
+                    found[t][self.by_op[op]] = None
         return {t: sorted(phases) for t, phases in found.items()}
 
 
@@ -161,8 +161,8 @@ class Passes:
         phases = self._phases
         transfers = Transfers(
             fetched={t: self._fetch(made, weight) for t, weight in self._weights.items()},
-            fetch_group=lambda op, t: [w for w in self._weights if phases.of.get(op) in self._readers[w]] or (t,),
-            period=(phases.of if phases.liveness is Liveness.OffChipAfterEachPhase else {}).get,
+            fetch_group=lambda op, t: [w for w in self._weights if phases.by_op.get(op) in self._readers[w]] or (t,),
+            period=(phases.by_op if phases.liveness is Liveness.OffChipAfterEachPhase else {}).get,
             offloaded=dict.fromkeys(leaving, ops.offload),
         )
         _, of = copy_graph(graph, transfers, copy)

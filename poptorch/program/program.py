@@ -70,8 +70,8 @@ class Program:
             warn_about_other_loss(captured.trace, self.loss)
         self._captured, self._leaves, self._returned = captured, list(leaves), list(returned)
         self._batching, self._options, self._update = request.batching, options, update
-        self._written = {name: value for name, value in captured.written.items() if name in host}
-        self.io = ProgramIO(written=frozenset(self._written))
+        self._updated = {name: value for name, value in captured.updated.items() if name in host}
+        self.io = ProgramIO(overwritten=frozenset(self._updated))
         self._groupings = request.groupings
         self._check_buffers()
         self._check_ops()
@@ -98,7 +98,7 @@ class Program:
                 self.io.outputs.append(Result(stream, self._spec(result).shape, self._count(result), result.anchor))
 
     def _check_buffers(self) -> None:
-        written = list(self._written)
+        written = list(self._updated)
         if written and self._replicas > 1 and self._options.broadcast_buffers:
             raise createPoptorchError(
                 "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers becoming "
@@ -131,7 +131,7 @@ class Program:
             locations = self._options.TensorLocations
             keep = partial(self._storage.variable, location=locations.optimizer_location)
             self.io.state = self._update.create_state(trained, keep)
-            tensors |= {f"//{name}": s.held for name, s in self._update.stored.items() if s.held is not None}
+            tensors |= {f"//{name}": s.tensor for name, s in self._update.stored.items() if s.tensor is not None}
             if self._batching.gradient_accumulation > 1:
                 self._sums.create_accumulators(trained, self._storage)
             if count := self._update.hyperparameters.count:
@@ -171,8 +171,8 @@ class Program:
                 tensors[f"/{leaf}"] = ops.host_load(self.io.inputs[number], leaf)
         for number, value in enumerate(self._captured.slots):
             key, shape = f"{SLOT}{number}", (micro_batches,) if micro_batches > 1 else ()
-            self.io.counted.append(popxl.h2d_stream(shape, spec_of(value).dtype, key.lstrip("/")))
-            tensors[key] = ops.host_load(self.io.counted[-1], key.lstrip("/"))
+            self.io.counter_streams.append(popxl.h2d_stream(shape, spec_of(value).dtype, key.lstrip("/")))
+            tensors[key] = ops.host_load(self.io.counter_streams[-1], key.lstrip("/"))
         return tensors
 
     def _on_device(self, host: Mapping[str, np.ndarray]) -> Tensors:
@@ -182,9 +182,9 @@ class Program:
         single_replicas, location = self._single_replicas, self._options.TensorLocations.weight_location
         leaves = self._phases.leave
         for name, data in host.items():
-            if name in self._model.inputs or name in self._written:
+            if name in self._model.inputs or name in self._updated:
                 grouping = self._groupings.get(name)
-                if name in self._written:
+                if name in self._updated:
                     if single_replicas is not None:
                         grouping, data = single_replicas, np.broadcast_to(data, (self._replicas, *data.shape))
                     v = popxl.variable(data, name=name, replica_grouping=grouping)
@@ -192,7 +192,7 @@ class Program:
                 else:
                     self._weights[name] = self._storage.variable(name, data, grouping, location, leaves)
         self.io.variables = {name: s.variable for name, s in self._weights.items() if s.variable is not None}
-        return {name: s.held for name, s in self._weights.items() if s.held is not None}
+        return {name: s.tensor for name, s in self._weights.items() if s.tensor is not None}
 
     @cached_property
     def _phases(self) -> Phases:
@@ -351,7 +351,7 @@ class Program:
             start = self._loss_gradient(found[id(self.loss)], tensors)
             by_parameter = self._passes.backward(start, made, tensors)
             gradients = {name: by_parameter[t] for name, t in self._model.trained.items()}
-        for name, value in self._written.items():
+        for name, value in self._updated.items():
             new = found[id(value)]
             ops.var_updates.copy_var_update_(tensors[name], new)
         found |= {name: made[t] for name, t in self._model.anchored.items()}
@@ -368,7 +368,7 @@ class Program:
         """Values returned by the model graph."""
         loss = [] if self.loss is None else [self.loss]
         results = [r.value for r in self._returned if isinstance(r.value, Value)]
-        return [*results, *self._written.values(), *loss]
+        return [*results, *self._updated.values(), *loss]
 
     def _argument(self, key: str, tensors: Tensors) -> popxl.Tensor:
         """Operand for one model input."""

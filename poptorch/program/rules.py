@@ -56,7 +56,7 @@ class Rule:
 
     Attributes:
         numbers: numbers of a parameter group that the formula takes, with their defaults.
-        others: hyperparameters that it does not take, as they only define its initial state, for all groups.
+        state_defaults: hyperparameters that it does not take, as they only define its initial state, for all groups.
         counts: steps are counted, as PyTorch counts them.
         takes_count: the formula takes the number of the step.
         count_needs: hyperparameter without which the step count has no effect: where it is constant and 0.
@@ -83,7 +83,8 @@ class Rule:
         self.takes_count = "t" in parameters
         self.numbers = {p.name: p.default for p in parameters.values() if p.name not in {*tensors, "g", "t"}}
         self.numbers |= {"maximize": False, **defaults}
-        self.others = {k.start: 0.0 for k in state_specs if isinstance(k.start, str) and k.start not in self.numbers}
+        starts = (k.start for k in state_specs if isinstance(k.start, str))
+        self.state_defaults = {name: 0.0 for name in starts if name not in self.numbers}
         changed = tuple(p for p in parameters if p in tensors)
         self.step = op_kind(
             name,
@@ -220,13 +221,13 @@ def hyperparameters_of(optimizer: torch.optim.Optimizer, rule: Rule) -> dict[Key
     found: dict[Key, Any] = {(None, name): _plain(getattr(optimizer, name, None), d) for name, d in WHOLE.items()}
     combined = found[None, "use_combined_accum"]
     for i, group in enumerate(optimizer.param_groups):
-        for name, default in (rule.numbers | rule.others).items():
+        for name, default in (rule.numbers | rule.state_defaults).items():
             if name in BETAS:
                 found[i, name] = _plain(group["betas"][BETAS.index(name)], default)
             elif name == "velocity_scaling" and not combined:
                 found[i, name] = default
             elif name not in WHOLE:
-                said_by = optimizer.defaults if name in rule.others else group
+                said_by = optimizer.defaults if name in rule.state_defaults else group
                 found[i, name] = _plain(said_by.get(name), default)
     return found
 
@@ -262,5 +263,5 @@ def usual_attributes(kind: str, rule: Rule) -> set[str]:
     if kind == "optimizer attribute":
         usual = {"param_groups", "defaults", "state", "variable_attrs", "device"}
         return usual.union(*(inspect.signature(own).parameters for own in classes_of(rule)))
-    numbers = {attribute_of(name) for name in rule.numbers | rule.others if name not in WHOLE}
+    numbers = {attribute_of(name) for name in rule.numbers | rule.state_defaults if name not in WHOLE}
     return numbers | {"params", "amsgrad", "decoupled_weight_decay", *TORCH_ONLY}

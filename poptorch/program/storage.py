@@ -27,14 +27,14 @@ class Stored:
     Attributes:
         spec: shape and dtype of the whole tensor, on a replica.
         variable: variable for the host; `None` for tensors that last for a run only.
-        held: the tensor of the main graph; `None` off chip.
+        tensor: the tensor of the main graph; `None` off chip.
         buffer, slot: off chip, the slot.
         group: replicas that have a shard each; `None` for a whole tensor.
     """
 
     spec: popxl.TensorSpec
     variable: Variable | None = None
-    held: popxl.Tensor | None = None
+    tensor: popxl.Tensor | None = None
     buffer: popxl.RemoteBuffer | None = None
     slot: int = 0
     group: popxl.ReplicaGrouping | None = None
@@ -56,7 +56,7 @@ class Stored:
         """Load the stored tensor or shard into the current graph.
 
         Args:
-            held: tensor of the current graph for `self.held`.
+            tensor: tensor of the current graph for `self.held`.
             after: tensor that has to be computed before.
         """
         if self.buffer is None:
@@ -70,7 +70,7 @@ class Stored:
         return t if self.group is None else gather_replica_sharded_tensor(t, replica_group=self.group)
 
     def store(self, t: popxl.Tensor, held: popxl.Tensor | None) -> None:
-        """Overwrite the stored tensor by one of equal layout, possibly `held` itself."""
+        """Overwrite the stored tensor by one of equal layout, possibly `tensor` itself."""
         if self.buffer is not None:
             ops.remote_store(self.buffer, self.slot, t)
         elif held is not None and t is not held:

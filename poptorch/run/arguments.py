@@ -103,7 +103,7 @@ class Signature:
     Args:
         args: positional arguments of the first call.
         kwargs: keyword arguments of the first call.
-        looked_at: names of the values beside tensors that are a part of the program, as `forward` looks at them, and
+        inspected: names of the values beside tensors that are a part of the program, as `forward` looks at them, and
             those by `all_numbers_name`; `None` stands for all.
         carries_numbers: whether carried values may be numbers anywhere, not only in arguments with tensors or texts.
 
@@ -129,7 +129,7 @@ class Signature:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        looked_at: Collection[str] | None = None,
+        inspected: Collection[str] | None = None,
         carries_numbers: bool = False,
     ) -> None:
         self._binder = Binder(forward)
@@ -139,15 +139,15 @@ class Signature:
         self._structures: dict[str, Structure] = {}
         self.carries, self.carries_numbers = False, carries_numbers
         for name, value in values.items():
-            is_beside = looked_at is not None and all_numbers_name(name) not in looked_at
+            is_beside = inspected is not None and all_numbers_name(name) not in inspected
             is_beside = is_beside and (carries_numbers or holds_tensor(value, torch.Tensor))
 
             def carries(name: str, value: Any, is_beside: bool = is_beside) -> bool:
-                is_carried = looked_at is not None and name not in looked_at and may_be_carried(value, is_beside)
+                is_carried = inspected is not None and name not in inspected and may_be_carried(value, is_beside)
                 self.carries |= is_carried
                 return is_carried
 
-            self._structures[name] = structure_of(value, name, KnownObjects(carries=carries, looked_at=looked_at or ()))
+            self._structures[name] = structure_of(value, name, KnownObjects(carries=carries, inspected=inspected or ()))
         self._has_objects = any(True for name, s in self._structures.items() for _ in s.objects(values[name]))
         self.leaves = tuple(leaf for structure in self._structures.values() for leaf in structure.leaves())
         self._wanted = {name for name, s in self._structures.items() if name in self._passed_names or any(s.leaves())}

@@ -25,7 +25,7 @@ _warned: weakref.WeakKeyDictionary[torch.nn.Module, Warned] = weakref.WeakKeyDic
 def warn_of_host_changes(captured: Captured, module: torch.nn.Module) -> None:
     """Warn, once per item, about host state changed by `forward`."""
     warned = _warned.setdefault(module, Warned())
-    for text, line in captured.shown.items():
+    for text, line in captured.formatted_numbers.items():
         warned.once(
             f"text of {text}",
             "`forward` makes a text of %s (%s), or of what it computes with it. The program carries the number from "
@@ -92,20 +92,20 @@ _MAX_WARNINGS = 3
 
 
 def _host_tensor_warnings(captured: Captured) -> Iterator[str]:
-    frozen = [each for each in captured.frozen if each.met is not None and not each.of_module]
+    frozen = [each for each in captured.frozen if each.first_use is not None and not each.of_module]
     for holder, group in groupby(frozen, lambda each: re.split(r"[.\[]", each.text, maxsplit=1)[0]):
         first, *others = group
         if len(others) > _MAX_WARNINGS:
             yield (
                 f"`{first.text}` and {len(others)} other tensors of `{holder}` are tensors of the host, and used on "
-                f"the device ({first.met}): their numbers are frozen, a part of the program from now on. If they are "
-                "those of a layer, wrap the layer, or a module that has it: a function has no parameters."
+                f"the device ({first.first_use}): their numbers are frozen, a part of the program from now on. If they "
+                "are those of a layer, wrap the layer, or a module that has it: a function has no parameters."
             )
             continue
         for each in (first, *others):
             yield (
-                f"`{each.text}` is a tensor of the host, and used on the device ({each.met}): its numbers are frozen, "
-                "a part of the program from now on. If that is meant, move it: "
+                f"`{each.text}` is a tensor of the host, and used on the device ({each.first_use}): its numbers are "
+                "frozen, a part of the program from now on. If that is meant, move it: "
                 f"`{each.text}.to(x.device)`, where `x` is an input. If they are to change, give it to the model as an "
                 "argument, or have the module own it as a buffer (`register_buffer`)."
             )

@@ -165,7 +165,7 @@ def extend_program(
 
 def _check_apart(model: HostModel, captured: Captured, trained: Iterable[str]) -> None:
     """Raise an `Error` if the program overwrites memory shared with another parameter or buffer that it uses."""
-    written = {*captured.written, *trained}
+    written = {*captured.updated, *trained}
     trace = captured.trace
     values = {id(value) for node in trace.nodes for value in node.inputs} | set(map(id, trace.outputs))
     used = {name for name, value in captured.state.items() if id(value) in values} | written

@@ -45,13 +45,13 @@ class Compiled:
         constants: numbers of results that the program does not compute, by number of the result.
         rewritten: numbers of the inputs that are overwritten.
         io: inputs, outputs and variables of the program for the host.
-        read: buffers whose numbers are a part of the program, with these numbers.
+        read_buffers: buffers whose numbers are a part of the program, with these numbers.
         frozen: tensors of the host whose numbers are a part of the program.
         counters: numbers of the module that `forward` changes; the host computes them.
 
     Attributes:
         signature, structure: as passed, until more values are found to be carried.
-        io, session, read, counters: as passed.
+        io, session, read_buffers, counters: as passed.
         batching, seed: those of the request.
         anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
         times: timestamps of the last call.
@@ -76,7 +76,7 @@ class Compiled:
         self.batching, self.seed = request.batching, request.seed
         self.constants, self.rewritten = dict(constants), tuple(rewritten)
         self.io, self.session = io, session
-        self.read = dict(read or {})
+        self.read_buffers = dict(read or {})
         self.counters = counters
         self.version = 0
         self.anchored: dict[str, torch.Tensor] = {}
@@ -238,7 +238,7 @@ class Compiled:
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
         """Device values of parameters and buffers by name, optionally only the named ones."""
         found = self._fetched({n: v for n, v in self.io.variables.items() if names is None or n in names})
-        of_each_replica = self.io.written if self.session.ir.replication_factor > 1 else ()
+        of_each_replica = self.io.overwritten if self.session.ir.replication_factor > 1 else ()
         return {name: array[0] if name in of_each_replica else array for name, array in found.items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
@@ -247,7 +247,7 @@ class Compiled:
         Raises:
             poptorch.Error: for a value that the program holds as a constant, if it differs.
         """
-        for name, t in self.read.items():
+        for name, t in self.read_buffers.items():
             if name in host and not np.array_equal(host[name], to_numpy(t), equal_nan=t.is_floating_point()):
                 raise createPoptorchError(
                     f"The buffer {name} is not what it was when the model was compiled. `forward` has read its numbers "
@@ -294,7 +294,7 @@ class Compiled:
         replicas, count = self.batching.groups.replicas, self.batching.micro_batches
         arrays = [array if count > 1 else array[0] for array in self.counters.advance(count)]
         given = [np.stack([array] * replicas) if replicas > 1 else array for array in arrays]
-        return dict(zip(self.io.counted, given, strict=True))
+        return dict(zip(self.io.counter_streams, given, strict=True))
 
     @property
     def _random(self) -> dict[tuple[str, str], Variable]:

@@ -102,4 +102,4 @@ def _merge(plain: Captured, branches: _Branches) -> Capture | None:
     shown = {text: line for text, line in plain.carried.items() if text.removeprefix("model.") in tape.formatted}
     changes = plain.carried | captured.carried  # changes that cannot be undone occur once
     others = {text: line for text, line in changes.items() if text not in counters}
-    return replace(captured, numbers=numbers, slots=slots, carried=others, shown=shown), structure, context
+    return replace(captured, numbers=numbers, slots=slots, carried=others, formatted_numbers=shown), structure, context

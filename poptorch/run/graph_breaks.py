@@ -74,7 +74,7 @@ class BrokenGraph:
         host: Callable[[], Mapping[str, np.ndarray]],
     ) -> None:
         self.signature = signature
-        self.read = dict(path.captured.read)
+        self.read_buffers = dict(path.captured.read_buffers)
         self.anchored: dict[str, torch.Tensor] = {}
         self.times = Times()
         self._capture, self._host = capture, host
@@ -85,7 +85,7 @@ class BrokenGraph:
         self.is_attached = False  # whether a device is
         self._warned = Warned()
         self._host_buffers: dict[str, torch.Tensor] = {}
-        if path.captured.written and self._keeps_buffers:
+        if path.captured.updated and self._keeps_buffers:
             arrays, buffers = host(), [name for name, value in path.captured.state.items() if value.of_buffer]
             self._host_buffers = {name: from_numpy(arrays[name].copy()) for name in buffers if name in arrays}
         if self._options.anchored_tensors:
@@ -104,7 +104,7 @@ class BrokenGraph:
         Each program is compiled when a run reaches it: host results further along the path are guesses so far.
         """
         path = IdentifiedPath(captured_path, self._host_buffers)
-        if self._keeps_buffers and (others := path.captured.written.keys() - self._host_buffers.keys()):
+        if self._keeps_buffers and (others := path.captured.updated.keys() - self._host_buffers.keys()):
             raise createPoptorchError(
                 f"{path.breaks[0].source}: `forward` overwrites {', '.join(sorted(others))} after what the host has "
                 "found here now, and no buffer after what it found first. Have it overwrite a buffer in all cases."
@@ -145,7 +145,7 @@ class BrokenGraph:
 
     def _contents(self, path: IdentifiedPath, before: Sequence[Content | None]) -> list[Content]:
         """Contents of the subgraphs of a path, given their previous ones."""
-        outputs = [*path.outputs, *path.captured.written.values()]
+        outputs = [*path.outputs, *path.captured.updated.values()]
         return partition(path, before, {value for value in outputs if constant_data(value) is None})
 
     def _compile(self, path: IdentifiedPath, content: Content, number: int = 0) -> Compiled:
@@ -224,7 +224,7 @@ class BrokenGraph:
             end = None
             while end is None:
                 call = Call(tensors, objects, {("input", i): t for i, t in enumerate(tensors)})
-                call.known.update({("host buffer", name): t for name, t in self._host_buffers.items()})
+                call.values.update({("host buffer", name): t for name, t in self._host_buffers.items()})
                 end = self._run_to_end(call)
             assert end.path is not None
             return self._run_end(end, end.path, call)
@@ -241,8 +241,8 @@ class BrokenGraph:
                 return subgraph
             self._run_subgraph(subgraph, call)
             assert subgraph.graph_break is not None
-            result = subgraph.graph_break.compute([call.known[value_id] for value_id in subgraph.operands])
-            call.known.update({("graph break", len(results), j): t for j, t in enumerate(tensors_in(result))})
+            result = subgraph.graph_break.compute([call.values[value_id] for value_id in subgraph.operands])
+            call.values.update({("graph break", len(results), j): t for j, t in enumerate(tensors_in(result))})
             results.append(result)
             key = GraphBreak.key_of(result)
             reached = subgraph.branches.get(key)
@@ -256,7 +256,7 @@ class BrokenGraph:
         """Run a subgraph's program, if there is one, and record its outputs."""
         program, content = subgraph.program(), subgraph.content
         if program is not None and content is not None:
-            call.known.update(zip(content.outputs, program.run(call.select(content.inputs)), strict=True))
+            call.values.update(zip(content.outputs, program.run(call.select(content.inputs)), strict=True))
 
     def _run_end(self, end: Subgraph, path: IdentifiedPath, call: Call) -> Any:
         """Run the last subgraph. Return the model's result, after overwriting arguments and buffers."""
@@ -265,12 +265,12 @@ class BrokenGraph:
 
         def numbers(value: Value) -> torch.Tensor:
             constant = constant_data(value)
-            return constant.clone() if constant is not None else call.known[path.id_of(value)]
+            return constant.clone() if constant is not None else call.values[path.id_of(value)]
 
         with torch.no_grad():
             rewritten = [(i, numbers(value)) for i, value in captured.written_inputs.items()]
             results = [numbers(value) for value in captured.trace.outputs]
-            self._host_buffers |= {name: numbers(value).detach().clone() for name, value in captured.written.items()}
+            self._host_buffers |= {name: numbers(value).detach().clone() for name, value in captured.updated.items()}
             for i, content in rewritten:
                 overwrite(call.tensors[i], content)
         return path.structure.rebuild(results, call.objects)
@@ -295,7 +295,7 @@ class BrokenGraph:
     def io(self) -> ProgramIO:
         """Tensor names of all programs, and buffers overwritten by the model."""
         names = tuple(chain.from_iterable(each.io.names for each in self._programs))
-        return ProgramIO(names=names, written=frozenset(self._host_buffers))
+        return ProgramIO(names=names, overwritten=frozenset(self._host_buffers))
 
     def attach(self, host: Mapping[str, np.ndarray]) -> None:
         """Attach a device, loading given parameter and buffer values."""

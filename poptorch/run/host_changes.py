@@ -48,10 +48,10 @@ class HostChanges:
         self._paths = paths
         self._kinds = {id(vars(each)): original_class(each) for each in paths}
         own = {id(vars(each)) for each in paths if not is_users(type(each))}  # of PyTorch: a method may be new there
-        places = [each for each in HostState(module, None, around=False).places if is_instance(each.holder, CONTAINERS)]
-        places = [each for each in places if len(each.before) <= _MOST]
-        self._places = [each for each in places if id(each.holder) not in own]
-        self._others = [each for each in places if id(each.holder) in own]
+        snapshots = HostState(module, None, around=False).snapshots
+        small = [s for s in snapshots if is_instance(s.holder, CONTAINERS) and len(s.contents) <= _MOST]
+        self._users = [each for each in small if id(each.holder) not in own]
+        self._frameworks = [each for each in small if id(each.holder) in own]
         kinds = dict.fromkeys(chain.from_iterable(type(each).__mro__ for each in paths))
         self._classes = [
             HolderSnapshot(kind.__name__, kind, partial(dict, vars(kind)), is_namespace=True)
@@ -59,7 +59,7 @@ class HostChanges:
             if is_users(kind)
         ]
         self._readers: list[Callable[[], Iterable[Any]]] = [
-            *(_content_reader(each.holder) for each in self._places),
+            *(_content_reader(each.holder) for each in self._users),
             *(vars(each.holder).values for each in self._classes),
         ]
         self._contents: list[tuple[Any, ...]] = []
@@ -69,7 +69,7 @@ class HostChanges:
     def new_changes(self) -> list[str]:
         """New changes by user-visible name, each reported once. Every model call checks, so this must be fast."""
         counts: list[Any] = [len(hooks) for _, hooks, _ in self._hooks]
-        counts += (len(each.holder) for each in self._others)
+        counts += (len(each.holder) for each in self._frameworks)
         counts += map(type, self._paths)
         if counts == self._counts and all(map(_is_unchanged, self._readers, self._contents)):
             return []
@@ -83,7 +83,7 @@ class HostChanges:
         for each, path in self._paths.items():
             if original_class(each) is not self._kinds[id(vars(each))]:
                 yield f"the class of {path}"
-        for place in (*self._places, *self._others):
+        for place in (*self._users, *self._frameworks):
             kind = self._kinds.get(id(place.holder))
             for text, before, now in place.changed():
                 if _counts(before, now, place) if kind is None else _counts_in_module(kind, text, before, now):
@@ -119,8 +119,8 @@ def _counts(before: Any, now: Any, place: HolderSnapshot) -> bool:
     functions count; numbers and texts are more likely hook records.
     """
     if now is GROWS:
-        known = {id(each): each for each in place.before}
-        there = {id(each): each for each in place.read()}
+        known = {id(each): each for each in place.contents}
+        there = {id(each): each for each in place.read_contents()}
         others = [(known | there)[key] for key in known.keys() ^ there.keys()]
         return any(is_instance(each, torch.nn.Module) or callable(each) for each in others)
     return _differs(before, now)

@@ -42,7 +42,7 @@ class HostModel:
         self.call = call
         self.module = call if isinstance(call, torch.nn.Module) else torch.nn.Module()
         self.attributes = Attributes(self.module)
-        self._reached: list[torch.nn.Module] = []
+        self._visited: list[torch.nn.Module] = []
         self.grouped: dict[str, GroupedParameter] = {}
         self.warned = Warned()
 
@@ -60,12 +60,12 @@ class HostModel:
 
     def reach(self, module: torch.nn.Module) -> None:
         """Register a submodule exposed by the wrapper: `attributes` will include its attributes at compilation."""
-        self._reached.append(module)
+        self._visited.append(module)
 
     def take_reached(self) -> None:
         """Record current attributes of exposed submodules."""
-        inside = {each for reached in self._reached for each in torch.nn.Module.modules(reached)}
-        self._reached.clear()
+        inside = {each for reached in self._visited for each in torch.nn.Module.modules(reached)}
+        self._visited.clear()
         if inside:
             self.attributes = self.attributes.with_current((each, name) for each in inside for name in vars(each))
 

@@ -33,7 +33,7 @@ class HostWrites:
         self._module = module
         self._tensors: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._places: dict[str, tuple[dict[str, Any], str, Any]] = {}
+        self._entries: dict[str, tuple[dict[str, Any], str, Any]] = {}
         self._homes: list[tuple[str, dict[str, Any], int]] = []  # their holders, with the number of their tensors
         self._holders: tuple[dict[str, Any], ...] = ()
         self._keys: tuple[str, ...] = ()
@@ -41,20 +41,20 @@ class HostWrites:
 
     def mark_transferred(self, names: Collection[str] | None = None) -> None:
         """Record that device and host values agree: all of them, or only the named parameters and buffers."""
-        tensors, versions, places = self._tensors, self._versions, self._places
+        tensors, versions, places = self._tensors, self._versions, self._entries
         with torch._C.DisableTorchFunctionSubclass():
             self._tensors = {name: t for name, t in tensors_of(self._module).items() if not t.is_inference()}
         self._versions = self._now()
         homes = list(_holders(self._module))
-        self._places = {path + key: (h, key, value) for path, h in homes for key, value in h.items()}
+        self._entries = {path + key: (h, key, value) for path, h in homes for key, value in h.items()}
         if names is None:
             self._homes = [(path, holder, len(holder)) for path, holder in homes]
         else:
             self._tensors |= _without(tensors, names)
             self._versions |= _without(versions, names)
-            self._places |= _without(places, names)
+            self._entries |= _without(places, names)
         self._holders, self._keys, self._values = (
-            zip(*self._places.values(), strict=True) if self._places else ((),) * 3
+            zip(*self._entries.values(), strict=True) if self._entries else ((),) * 3
         )
 
     def written(self) -> list[str]:
@@ -69,8 +69,8 @@ class HostWrites:
         grown = [home for home in self._homes if len(home[1]) > home[2]]
         if not grown and all(map(is_, map(dict.get, self._holders, self._keys), self._values)):
             return []
-        others = [name for name, (holder, key, value) in self._places.items() if holder.get(key) is not value]
-        return others + [path + key for path, holder, _ in grown for key in holder if path + key not in self._places]
+        others = [name for name, (holder, key, value) in self._entries.items() if holder.get(key) is not value]
+        return others + [path + key for path, holder, _ in grown for key in holder if path + key not in self._entries]
 
     def _now(self) -> dict[str, int]:
         with torch._C.DisableTorchFunctionSubclass():  # reading a version is no read of the values

@@ -86,7 +86,7 @@ class ModelCapture:
             micro_batches = self.batching.micro_batches * self.batching.groups.replicas
             breaks = GraphBreaks(tensors, results, self.training, micro_batches)
         captured, structure, context = self._capture(signature, breaks)
-        path = () if breaks is None else breaks.found
+        path = () if breaks is None else breaks.breaks
         if not path:
             with_counters = capture_with_counters(captured, partial(self._capture, signature, None), counters)
             captured, structure, context = with_counters or (captured, structure, context)
@@ -209,7 +209,7 @@ def _watch_comparisons(trace: Trace) -> None:
                 if value.dtype.is_floating_point:
                     looking = {"inputs": [value], "name": WATCH, "attributes": (("where", str(node)),)}
                     look = Node("poptorch.custom_op", "", looking, node.placement, node.scope, node.source)
-                    watched[value] = Value(value.shape, value.dtype, made_by=look, requires_grad=False)
+                    watched[value] = Value(value.shape, value.dtype, producer=look, requires_grad=False)
                     look.results = [watched[value]]
                     nodes.append(look)
             node.arguments = with_values(node.arguments, partial(_substitute, watched))

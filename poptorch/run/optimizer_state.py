@@ -36,7 +36,7 @@ class OptimizerState:
         self._program: ProgramState | None = None
         self._is_offline = False
         self._mirror: MirroredState | None = None
-        self._shown: Any = None  # content of `device` that the mirror shows; `None` if the mirror is outdated
+        self._mirrored: Any = None  # content of `device` that the mirror shows; `None` if the mirror is outdated
         self._diverged = False  # another wrapper has other state of the same parameters, after a warning
 
     # The program ----------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class OptimizerState:
     def has_run(self) -> None:
         """Record a run of the program, whose state is the newest now."""
         self.device.mark_stale()
-        self._shown = None
+        self._mirrored = None
 
     def upload(self) -> None:
         """Upload pending state to the program.
@@ -82,7 +82,7 @@ class OptimizerState:
         assert self._program is not None
         self._program.write(self.device.state)
         self.device.mark_written()
-        self._shown = None
+        self._mirrored = None
 
     # Changes by users -----------------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class OptimizerState:
 
     @property
     def _is_mirror_changed(self) -> bool:
-        if self._shown is None or self._mirror is None or self._program is None:
+        if self._mirrored is None or self._mirror is None or self._program is None:
             return False
         return self._mirror.has_changed(self._program.owners.values())
 
@@ -155,7 +155,7 @@ class OptimizerState:
         self._mirror.remove(self)
         self._mirror.add(self)
         self._mirror.hold(program.owners.values(), self)
-        self._shown = None
+        self._mirrored = None
         self._optimizer.state = self._mirror
 
     def show(self) -> None:
@@ -164,11 +164,11 @@ class OptimizerState:
             return
         self.device.refresh()
         content = self.device.content["ipu_state"]
-        if content is self._shown or content is None:
+        if content is self._mirrored or content is None:
             return
         for parameter, own in self._program.as_torch(content).items():
             self._mirror.show(parameter, own)
-        self._shown = content
+        self._mirrored = content
 
     def steps(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Number of completed steps of each parameter."""

@@ -63,11 +63,11 @@ def compile_captured(
         program.io,
         popxl.Session(ir, chosen_device(options), weights_to_host_on_exit=False),
         host_functions_of(captured.trace),
-        captured.read,
+        captured.read_buffers,
         captured.frozen,
         captured.numbers,
     )
 
 
 def _is_all_returned(value: Value) -> bool:
-    return value.made_by is not None and value.made_by.op == "poptorch.return_all"
+    return value.producer is not None and value.producer.op == "poptorch.return_all"

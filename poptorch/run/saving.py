@@ -185,7 +185,7 @@ def save(
         io=_io_to_data(compiled.io),
         grouped=to_data({name: astuple(each) for name, each in host.grouped.items()}, "grouped"),
         seed=compiled.seed if save_rng_state else None,
-        optimizer=trainer.made_with if trainer is not None else None,
+        optimizer=trainer.compiled_optimizer if trainer is not None else None,
         model=model,
         counting=to_data(counters, "counting"),
     )
@@ -201,7 +201,7 @@ def _call(compiled: Compiled) -> tuple[_CallingConvention, dict[str, torch.Tenso
     args, kwargs = signature.arguments(meta)
     places = [torch.empty(0, dtype=leaf.dtype, device="meta") for leaf in compiled.structure.leaves()]
     tensors = {f"constants/{i}": t.contiguous() for i, t in compiled.constants.items()}
-    tensors |= {f"read/{name}": t.contiguous() for name, t in compiled.read.items()}
+    tensors |= {f"read/{name}": t.contiguous() for name, t in compiled.read_buffers.items()}
     parameters: list[tuple[str, int, list[Any]]] = []
     for name, parameter in signature.parameters.items():
         default = parameter.default
@@ -216,7 +216,7 @@ def _call(compiled: Compiled) -> tuple[_CallingConvention, dict[str, torch.Tenso
         result=to_data(compiled.structure.rebuild(places, signature.objects(args, kwargs)), "the result"),
         constants=list(compiled.constants),
         rewritten=list(compiled.rewritten),
-        read=list(compiled.read),
+        read=list(compiled.read_buffers),
     )
     return call, tensors
 
@@ -410,7 +410,7 @@ def _counters(data: Any) -> HostNumbers | None:
 def _io_to_data(io: ProgramIO) -> Any:
     """Serialize streams and variables of a program, each as a tuple of its kind and id."""
     outputs = [[each.stream, list(each.shape), each.count, each.anchor] for each in io.outputs]
-    others = {"written": sorted(io.written), "names": list(io.names), "outputs": outputs}
+    others = {"written": sorted(io.overwritten), "names": list(io.names), "outputs": outputs}
     return to_data(pytree.tree_map(_reference, vars(io) | others), "io")
 
 

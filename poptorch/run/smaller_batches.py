@@ -47,7 +47,7 @@ class SmallerBatches:
     """LRU cache of programs for a model's smaller batches."""
 
     def __init__(self, whole: CompiledModel, forward: Callable[..., Any], options: Options, training: bool) -> None:
-        self._whole, self._forward, self._options, self._training = whole, forward, options, training
+        self._model, self._forward, self._options, self._training = whole, forward, options, training
         self._batching = Batching.from_options(options, training)
         self._programs: ProgramCache[CompiledModel] = ProgramCache(
             options.kept_programs,
@@ -66,7 +66,7 @@ class SmallerBatches:
             signature = Signature(self._forward, args, kwargs)
         except Error:
             return []
-        given, expected = signature.leaves, self._whole.signature.leaves
+        given, expected = signature.leaves, self._model.signature.leaves
         if not _are_fewer(given, expected):
             return []
         factor = self._batching.factor
@@ -89,11 +89,11 @@ class SmallerBatches:
         """A function running the full-batch program on padded arguments, which returns only real rows' results; `None`
         if options disable padding, or padded rows would affect results.
         """
-        whole, options = self._whole, self._options
+        whole, options = self._model, self._options
         may_pad = options.partial_batch is PartialBatch.Pad and options.output_mode is OutputMode.All
         if not may_pad or self._training or not isinstance(whole, Compiled) or self._batching.groups.size > 1:
             return None
-        if whole.io.written or whole.counter_values or whole.rewritten or options.anchored_tensors:
+        if whole.io.overwritten or whole.counter_values or whole.rewritten or options.anchored_tensors:
             return None
         signature = Signature(self._forward, args, kwargs)
         pairs = list(zip(signature.check(args, kwargs), whole.signature.leaves, strict=True))
@@ -142,25 +142,25 @@ class SmallerBatches:
             if run is not runs[-1]:
                 program.write_back(tensors, results[-1])
                 continue
-            assert isinstance(self._whole, Compiled)
-            joined = results[0] if len(runs) == 1 else self._combine_results(self._whole, results)
+            assert isinstance(self._model, Compiled)
+            joined = results[0] if len(runs) == 1 else self._combine_results(self._model, results)
             result = program.rebuilt(tensors, joined, objects)
-            self._whole.anchored = program.anchored
+            self._model.anchored = program.anchored
         return result
 
     @contextmanager
     def _transferring_state(self, program: CompiledModel) -> Iterator[None]:
         """Context manager moving persistent state to a smaller program before its run, and back afterwards."""
         io = program.io
-        changes = self._training or bool(io.written) or bool(program.counter_values) or io.random is not None
-        if changes or self._versions.get(program) != self._whole.version:
-            program.write_persistent_state(self._whole.persistent_state())
+        changes = self._training or bool(io.overwritten) or bool(program.counter_values) or io.random is not None
+        if changes or self._versions.get(program) != self._model.version:
+            program.write_persistent_state(self._model.persistent_state())
         try:
             yield
         finally:
             if changes:
-                self._whole.write_persistent_state(program.persistent_state())
-            self._versions[program] = self._whole.version
+                self._model.write_persistent_state(program.persistent_state())
+            self._versions[program] = self._model.version
 
     def _combine_results(self, whole: Compiled, parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
         """Combine results of several runs into a single run's results; overwritten arguments come from the last run."""

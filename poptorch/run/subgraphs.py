@@ -72,7 +72,7 @@ class IdentifiedPath:
     @property
     def bounds(self) -> list[tuple[int, int]]:
         """Start and end op indices of each subgraph."""
-        inner = [graph_break.at for graph_break in self.breaks]
+        inner = [graph_break.position for graph_break in self.breaks]
         return list(zip([0, *inner], [*inner, len(self.captured.trace.nodes)], strict=True))
 
     @property
@@ -143,21 +143,21 @@ class Call:
 
     Attributes:
         tensors, objects: arguments; see `Compiled.run`.
-        known: values that are known so far, by identifier.
+        values: values that are known so far, by identifier.
     """
 
     tensors: Sequence[torch.Tensor]
     objects: Sequence[Any]
-    known: dict[ValueId, torch.Tensor]
+    values: dict[ValueId, torch.Tensor]
 
     def select(self, ids: Iterable[ValueId]) -> list[torch.Tensor]:
         """Select known values, contiguous as programs require."""
-        return [self.known[value_id].detach().contiguous() for value_id in ids]
+        return [self.values[value_id].detach().contiguous() for value_id in ids]
 
 
 def is_constant(node: Node) -> bool:
     """Whether an op is side-effect-free and produces identical results in every run."""
-    return node.made_of == frozenset() and not node.has_effect
+    return node.buffers == frozenset() and not node.has_effect
 
 
 def partition(

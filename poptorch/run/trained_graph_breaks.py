@@ -52,9 +52,9 @@ class TrainedBrokenGraph(BrokenGraph):
     def _contents(self, path: IdentifiedPath, before: Sequence[Content | None]) -> list[Content]:
         trace = path.captured.trace
         operands = [value for graph_break in path.breaks for value in graph_break.operands]
-        of_operands = Trace(nodes=trace.nodes[: path.breaks[-1].at]).without_unused(operands, with_effects=False)
+        of_operands = Trace(nodes=trace.nodes[: path.breaks[-1].position]).without_unused(operands, with_effects=False)
         known = {id(node) for node in of_operands if not is_constant(node) and not any(map(_is_tracked, node.results))}
-        needed = [*path.outputs, *path.captured.written.values(), final_loss(trace)]
+        needed = [*path.outputs, *path.captured.updated.values(), final_loss(trace)]
         nodes = Trace(nodes=[node for node in trace.nodes if id(node) not in known]).without_unused(needed)
         made = {id(value) for node in nodes for value in node.results}
         used = dict.fromkeys([*(value for node in nodes for value in node.inputs), *needed])

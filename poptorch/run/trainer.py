@@ -41,7 +41,7 @@ class Trainer:
         optimizer: the optimiser that was set last.
         state: its state.
         update: the optimiser in the program; `None` before the first compilation.
-        made_with: serialized optimiser at compilation.
+        compiled_optimizer: serialized optimiser at compilation.
         numbers: variable hyperparameters in the program.
     """
 
@@ -49,7 +49,7 @@ class Trainer:
         rule_of(optimizer)
         self.optimizer, self.state = optimizer, OptimizerState(optimizer)
         self.update: Update | None = None
-        self.made_with: OptimizerData | None = None
+        self.compiled_optimizer: OptimizerData | None = None
         self.numbers = np.zeros(0, np.float32)
         self._program: ProgramState | None = None
         self._is_offline = False
@@ -77,7 +77,7 @@ class Trainer:
         """
         self._parameters = dict(parameters)
         self._warn_of_losses(self.optimizer)
-        self.made_with = made_with or OptimizerData.of(self.optimizer, parameters)
+        self.compiled_optimizer = made_with or OptimizerData.of(self.optimizer, parameters)
         if counted_apart is None:
             steps = self.state.steps(self._trained(self.optimizer))
             most = max(steps.values(), default=0.0)

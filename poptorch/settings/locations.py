@@ -66,7 +66,7 @@ class TensorLocationSettings(OptionsDict):
         return self._set(use_io_tiles_to_store=use)
 
 
-_METHODS = {name: each.by for name, each in vars(TensorLocationSettings).items() if isinstance(each, Setting)}
+_METHODS = {name: each.setter for name, each in vars(TensorLocationSettings).items() if isinstance(each, Setting)}
 
 
 def is_off_chip(location: TensorLocationSettings, elements: int, leaves: bool = False) -> bool:
@@ -174,4 +174,4 @@ class _TensorLocationOptions(OptionsDict):
         return self._set(accumulator_location=location)
 
 
-_LOCATIONS = {name: each.by for name, each in vars(_TensorLocationOptions).items() if isinstance(each, Setting)}
+_LOCATIONS = {name: each.setter for name, each in vars(_TensorLocationOptions).items() if isinstance(each, Setting)}

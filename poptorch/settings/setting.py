@@ -26,33 +26,33 @@ class Setting:
 
     Args:
         default: initial value; each group has its own copy.
-        here: effect in a sentence, or `NO_EFFECT`, with a reason if there is one.
-        by: method that sets it.
+        effect: effect in a sentence, or `NO_EFFECT`, with a reason if there is one.
+        setter: method that sets it.
         kind: accepted types; by default that of the default, or those annotated if the default is `None`.
         valid: predicate for values of these types.
         expects: these values, in words.
         error: error for invalid values.
         make: function that returns the initial value in place of `default`, for settings from the environment.
-        shown: description of the default, for the page of all options; by default "unset" for `None`.
+        default_text: description of the default, for the page of all options; by default "unset" for `None`.
         words: a sentence that programs look for in the error; it comes first.
         of_the_run: whether it depends on the machine, for example by naming a folder: saved models do not contain it.
     """
 
     default: Any
-    here: str
-    by: str
+    effect: str
+    setter: str
     kind: Any = None
     valid: Callable[[Any], bool] | None = None
     expects: str = ""
     error: type[Exception] = AssertionError
     make: Callable[[], Any] | None = None
-    shown: str = ""
+    default_text: str = ""
     words: str = ""
     of_the_run: bool = False
 
     def __post_init__(self) -> None:
         self.kind = self.kind or (None if self.default is None else type(self.default))
-        self.shown = self.shown or (_shown(self.default) if self.make is None else "")
+        self.default_text = self.default_text or (_shown(self.default) if self.make is None else "")
 
     def initial(self) -> Any:
         """Initial value of a new group."""
@@ -68,7 +68,7 @@ class Setting:
             return
         expected = self.expects or in_words(kind)
         words = f"{self.words} " * bool(self.words)
-        raise self.error(f"{words}{owner}.{self.by}: `{self.name}` is {value!r}; expected {expected}.")
+        raise self.error(f"{words}{owner}.{self.setter}: `{self.name}` is {value!r}; expected {expected}.")
 
 
 def _shown(default: Any) -> str:
@@ -248,9 +248,7 @@ def strings(value: Iterable[object]) -> bool:
 def table(group: type[OptionsDict], title: str, path: str) -> str:
     """Markdown table of a group's settings: name, setter, default, effect."""
     settings = [declared for declared in group._declared().values() if isinstance(declared, Setting)]
-    rows = [
-        f"| `{each.name}` | `{path}{each.by}` | {_cell(each.shown)} | {_sentence(each.here)} |" for each in settings
-    ]
+    rows = [f"| `{s.name}` | `{path}{s.setter}` | {_cell(s.default_text)} | {_sentence(s.effect)} |" for s in settings]
     heading = [f"## {title}", "", "| setting | set by | default | effect here |", "|---|---|---|---|"]
     return "\n".join(heading + rows)
 

@@ -168,7 +168,7 @@ def communication_of_program(ir: Ir, program: CompiledProgram) -> CommunicationR
         of = totals.setdefault((found.kind, found.group_size or count), _Totals())
         of.compiled += found.runs
         of.compiled_bytes += found.runs * found.bytes
-        of.repeated_bytes += found.runs * found.bytes * found.is_again
+        of.repeated_bytes += found.runs * found.bytes * found.is_repeated
     exchanges = tuple(
         Exchange(kind=kind, group_size=size, **vars(of), verdict=_verdict(kind, size, totals, added))
         for (kind, size), of in totals.items()

@@ -56,7 +56,7 @@ class GraphKernel(NamedTuple):
         exchanges: collectives: the kind and the bytes of a replica.
         stride, size: stride and size of the groups.
         runs: number of executions in a run of the graph.
-        is_beside: whether collectives overlap with the kernel before, whose results they do not send.
+        is_overlapped: whether collectives overlap with the kernel before, whose results they do not send.
     """
 
     work: Work | None
@@ -64,7 +64,7 @@ class GraphKernel(NamedTuple):
     stride: int
     size: int
     runs: int
-    is_beside: bool = False
+    is_overlapped: bool = False
 
 
 def kernels_of(graph: Graph) -> tuple[GraphKernel, ...]:
@@ -95,7 +95,7 @@ def graph_time(kernels: Graph | Sequence[GraphKernel], chip: Chip, exchanged: Ex
             found.dispatched += each.runs
         for kind, nbytes in each.exchanges:
             time = each.runs * exchanged(kind, nbytes, each.stride, each.size)
-            found.device += max(0.0, time - hidden) if each.is_beside else time
+            found.device += max(0.0, time - hidden) if each.is_overlapped else time
             found.network += time
             found.dispatched += each.runs
             hidden = 0.0

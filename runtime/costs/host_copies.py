@@ -12,12 +12,12 @@ class HostCopies(NamedTuple):
     """How often a run copies between the two memories.
 
     Attributes:
-        beside: while other kernels run.
-        alone: while other kernels wait.
+        overlapped: while other kernels run.
+        exposed: while other kernels wait.
     """
 
-    beside: int = 0
-    alone: int = 0
+    overlapped: int = 0
+    exposed: int = 0
 
 
 def host_copies(module: Module) -> HostCopies:

@@ -111,14 +111,14 @@ class _SimulatedRun(Run):
 
     def _simulate_segment(self, segment: Segment, values: dict[Key, _Arrival]) -> None:
         begin = max([self.free[segment.ipu], *(values[segment.keys.get(t, t)].time for t in segment.reads)])
-        for c in segment.shared:
+        for c in segment.shared_channels:
             if self.arrivals[c].ipu != segment.ipu:
                 self.arrivals[c] = self.copy_to_ipu(self.arrivals[c], segment.ipu)
             begin = max(begin, self.arrivals[c].time)
         seconds = self.seconds(segment.structure)
         end = self.free[segment.ipu] = begin + seconds
         self.timing.busy[segment.ipu] += seconds
-        self.arrivals.update((c, self.arrivals[c]._replace(time=end)) for c in segment.shared)
+        self.arrivals.update((c, self.arrivals[c]._replace(time=end)) for c in segment.shared_channels)
         for t in segment.makes:
             values[t] = self._arrival(t, segment.ipu, end)
         segment.copy_results(values, self)

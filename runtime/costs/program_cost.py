@@ -149,20 +149,21 @@ class _Timelines:
     def __init__(self, executables: Sequence[ExecutableRuns], wires: Wires) -> None:
         self.executables, self.wires = executables, wires
         self.dispatch = wires.chip.efficiency.dispatch
-        self._of = cache(lambda number, level: timeline_of(executables[number].module, wires, level))
+        self._timeline = cache(lambda number, level: timeline_of(executables[number].module, wires, level))
 
     def segment_seconds(self, structure: Structure, level: str) -> float:
         """Time of a segment, with its dispatch."""
         number = next(i for i, each in enumerate(self.executables) if each.structure is structure)
-        return self._of(number, level).seconds + self.dispatch
+        return self._timeline(number, level).seconds + self.dispatch
 
     def total_seconds(self, level: str) -> float:
         """Total time of all executables, including their dispatch."""
-        return sum(each.times * (self._of(i, level).seconds + self.dispatch) for i, each in enumerate(self.executables))
+        timelines = (self._timeline(i, level) for i in range(len(self.executables)))
+        return sum(e.times * (t.seconds + self.dispatch) for e, t in zip(self.executables, timelines, strict=True))
 
     def timeline(self, seconds: float) -> StepTimeline:
         """Timeline of the run, `seconds` long."""
-        parts = [(self._of(i, LEVELS[0]), each.times) for i, each in enumerate(self.executables)]
+        parts = [(self._timeline(i, LEVELS[0]), each.times) for i, each in enumerate(self.executables)]
         return combined(parts, seconds, self.dispatch)
 
 
@@ -247,7 +248,7 @@ def _counted(executables: Sequence[ExecutableRuns], names: Mapping[str, str], re
 def host_copies_of(program: CompiledProgram) -> HostCopies:
     """Copies of one run of a program between the memories of device and host, summed over its executables."""
     found = [(host_copies(parse_hlo(executable.as_text())), times) for _, executable, times in executables_of(program)]
-    return HostCopies(sum(each.beside * n for each, n in found), sum(each.alone * n for each, n in found))
+    return HostCopies(sum(each.overlapped * n for each, n in found), sum(each.exposed * n for each, n in found))
 
 
 def copies_of(program: CompiledProgram) -> Timing:

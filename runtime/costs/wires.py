@@ -16,11 +16,11 @@ class Wires:
 
     Args:
         chip: figures of each chip.
-        places: their places, in the order of XLA's numbers.
+        positions: their places, in the order of XLA's numbers.
     """
 
     def __init__(self, chip: Chip, places: Sequence[Place]) -> None:
-        self.chip, self.places = chip, places
+        self.chip, self.positions = chip, places
         self._times: dict[Hashable, CollectiveTime] = {}
 
     @classmethod
@@ -30,13 +30,13 @@ class Wires:
 
     def spans(self, members: Iterable[int]) -> tuple[LinkSpan, ...]:
         """Links that a group of chips uses, by their numbers."""
-        return spans_of(self.chip, [self.places[i % len(self.places)] for i in members], self.places)
+        return spans_of(self.chip, [self.positions[i % len(self.positions)] for i in members], self.positions)
 
     def time(self, collective: Collective) -> CollectiveTime:
         """Time of a collective in its slowest group."""
         key = collective.kind, collective.bytes, collective.groups
         if key not in self._times:
-            spans = {self.spans(group) for group in collective.groups or (range(len(self.places)),)}
+            spans = {self.spans(group) for group in collective.groups or (range(len(self.positions)),)}
             times = [collective_time(self.chip, collective.kind, collective.bytes, each) for each in spans]
             self._times[key] = max(times, key=lambda each: each.seconds)
         return self._times[key]

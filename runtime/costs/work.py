@@ -54,7 +54,7 @@ class Collective(NamedTuple):
         source: the user's line; "" where it is not known.
         graph: name of the graph.
         runs: number of executions in a run.
-        is_again: whether it is a repetition, because there was no memory to keep the first result.
+        is_repeated: whether it is a repetition, because there was no memory to keep the first result.
         groups: numbers of the chips in each group; empty for all.
     """
 
@@ -64,7 +64,7 @@ class Collective(NamedTuple):
     source: str
     graph: str
     runs: int
-    is_again: bool = False
+    is_repeated: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
 
 
@@ -101,7 +101,7 @@ class Work:
         copies: number of kernels that only copy, and of asynchronous copies between memories.
         cycles: XLA's own estimate for TPUs; 0 elsewhere.
         products: operations of matrix products and convolutions.
-        others: number of other operations, one for each element that is computed or reduced.
+        elementwise: number of other operations, one for each element that is computed or reduced.
         bytes: read and written, as XLA counts them: in whichever memory.
         memory_bytes: bytes in device memory among these.
         host_bytes: bytes in host memory among these.
@@ -112,7 +112,7 @@ class Work:
     copies: int = 0
     cycles: int = 0
     products: Counter[Product] = field(default_factory=Counter)
-    others: int = 0
+    elementwise: int = 0
     bytes: int = 0
     memory_bytes: int = 0
     host_bytes: int = 0
@@ -121,11 +121,11 @@ class Work:
     @property
     def flops(self) -> int:
         """Total operations, including products."""
-        return sum(self.products.values()) + self.others
+        return sum(self.products.values()) + self.elementwise
 
     def add(self, more: Work, times: int = 1) -> None:
         """Add `more`, multiplied by `times`."""
-        for name in ("kernels", "copies", "cycles", "others", "bytes", "memory_bytes", "host_bytes"):
+        for name in ("kernels", "copies", "cycles", "elementwise", "bytes", "memory_bytes", "host_bytes"):
             setattr(self, name, getattr(self, name) + times * getattr(more, name))
         self.products.update({key: times * count for key, count in more.products.items()})
 
@@ -212,13 +212,14 @@ def _add_operations(instruction: Instruction, work: Work) -> None:
         work.products[found.product] += found.flops
         work.sized.append(found)
     elif kind in _EACH:
-        work.others += result.elements
+        work.elementwise += result.elements
     elif kind == "reduce":
-        work.others += operands[0].elements * _ops_per_element(instruction)
+        work.elementwise += operands[0].elements * _ops_per_element(instruction)
     elif kind == "reduce-window":
-        work.others += result.elements * math.prod(_window(instruction, "size") or [1]) * _ops_per_element(instruction)
+        window = math.prod(_window(instruction, "size") or [1])
+        work.elementwise += result.elements * window * _ops_per_element(instruction)
     elif kind == "scatter":
-        work.others += operands[-1].elements * _ops_per_element(instruction)
+        work.elementwise += operands[-1].elements * _ops_per_element(instruction)
 
 
 def _sized_product(instruction: Instruction, operands: list[Shape], result: Shape) -> SizedProduct | None:
@@ -449,6 +450,6 @@ def _collective(instruction: Instruction, graph: str, times: int) -> Collective:
         source=source_of(instruction.scope) or instruction.line,
         graph=graph,
         runs=times,
-        is_again=re.search(r"\.remat\d*$", instruction.name) is not None,
+        is_repeated=re.search(r"\.remat\d*$", instruction.name) is not None,
         groups=instruction.groups,
     )

@@ -25,7 +25,7 @@ FEW = 16
 class _Reduction(NamedTuple):
     """A reduction of arrays, and its binary function."""
 
-    whole: Callable[..., Any]
+    plain: Callable[..., Any]
     of_two: Callable[[Any, Any], Any]
 
 
@@ -71,9 +71,9 @@ def _reduce(reduction: _Reduction, t: Any, axes: tuple[int, ...], keepdims: bool
     columns = math.prod(t.shape[d] for d in axes)
     is_trailing = bool(axes) and axes == tuple(range(t.ndim - len(axes), t.ndim))
     if not is_trailing or columns % 2 or columns <= FEW or t.dtype != jnp.float32:
-        return reduction.whole(t, axis=axes, keepdims=keepdims)
+        return reduction.plain(t, axis=axes, keepdims=keepdims)
     by_halves = partial(_by_halves, reduction, axes=axes, keepdims=keepdims)
-    return if_platform_cpu(by_halves, partial(reduction.whole, axis=axes, keepdims=keepdims))(t)
+    return if_platform_cpu(by_halves, partial(reduction.plain, axis=axes, keepdims=keepdims))(t)
 
 
 def _by_halves(reduction: _Reduction, t: Any, axes: Sequence[int], keepdims: bool) -> Any:
@@ -82,4 +82,4 @@ def _by_halves(reduction: _Reduction, t: Any, axes: Sequence[int], keepdims: boo
     for axis in axes:
         while columns > FEW and t.shape[axis] % 2 == 0:
             t, columns = reduction.of_two(*jnp.split(t, 2, axis)), columns // 2
-    return reduction.whole(t, axis=axes, keepdims=keepdims)
+    return reduction.plain(t, axis=axes, keepdims=keepdims)

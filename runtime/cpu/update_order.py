@@ -29,7 +29,7 @@ class CpuUpdateOrder:
     def __init__(self, in_loop: bool) -> None:
         self._large = LARGE_IN_LOOP if in_loop else LARGE
         self._computed: dict[Tensor, Array] = {}
-        self._made_of: dict[Tensor, Tensor] = {}
+        self._sources: dict[Tensor, Tensor] = {}
 
     def record_read(self, storage: Tensor, result: Tensor, value: Array) -> None:
         """Record a result computed from a storage.
@@ -39,7 +39,7 @@ class CpuUpdateOrder:
         """
         source = self._source(storage)
         if result.nelms == source.nelms:
-            self._made_of[result] = source
+            self._sources[result] = source
         if sorted(result.shape) != sorted(source.shape):
             self._computed[source] = value
 
@@ -61,7 +61,7 @@ class CpuUpdateOrder:
         return value if earlier is None or value.size * rows < self._large else order_on_cpu(value, earlier)
 
     def _source(self, storage: Tensor) -> Tensor:
-        return self._made_of.get(storage, storage)
+        return self._sources.get(storage, storage)
 
 
 def order_on_cpu(value: Array, earlier: Array) -> Array:

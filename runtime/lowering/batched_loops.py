@@ -62,9 +62,9 @@ def _names(jaxpr: Any) -> Iterator[str]:
 def is_batch(loop: RerolledLoop) -> bool:
     """Whether the iterations of a loop are independent, without products, and keep what they modify in slots."""
     storages = {loop_input: set(loop_input.by_iteration) for loop_input in loop.inputs}
-    written = [loop_input for loop_input in loop.inputs if loop_input.is_written]
+    written = [loop_input for loop_input in loop.inputs if loop_input.is_modified]
     return (
-        all(loop_input.before is None for loop_input in loop.inputs)
+        all(loop_input.carried_from is None for loop_input in loop.inputs)
         and not all(loop_input.is_invariant for loop_input in loop.inputs)
         and all(len(storages[loop_input]) == len(loop.iterations) for loop_input in written)
         and all(storages[a].isdisjoint(storages[b]) for a in written for b in loop.inputs if a is not b)
@@ -87,7 +87,7 @@ def lower_batched(lowering: Lowering, loop: RerolledLoop, environment: Environme
     }
     channels = context.channels.loop_channels(())
     body = context.in_loop_body(channels.in_iteration(channels.start), rows=len(order))
-    written = [loop_input for loop_input in own if loop_input.is_written]
+    written = [loop_input for loop_input in own if loop_input.is_modified]
 
     def iteration(values: Sequence[Array]) -> Any:
         known = fixed | {loop_input.storage: value for loop_input, value in zip(own, values, strict=True)}
@@ -120,7 +120,7 @@ def _slot(environment: Environment, t: Tensor) -> PackedSlot:
 def _order(loop: RerolledLoop, slots: dict[LoopInput, list[PackedSlot]]) -> list[int]:
     """Iteration order of the largest modified rows, which avoids moving these."""
     iterations = range(len(loop.iterations))
-    written = [loop_input for loop_input in slots if loop_input.is_written] or [*slots]
+    written = [loop_input for loop_input in slots if loop_input.is_modified] or [*slots]
     largest = max(written, key=lambda loop_input: size_in_bytes(loop_input.storage), default=None)
     return [*iterations] if largest is None else sorted(iterations, key=lambda n: slots[largest][n].number)
 

@@ -25,7 +25,7 @@ class Context:
         channels: the streams, remote buffers and flags that they use.
         inputs: the inputs of the graph. The body of a loop has none: it sees nothing around it.
         rows: number of iterations of the enclosing loops of calls. An array of this many rows may hold a value.
-        cut: for ops in a loop body that slice an iteration's row out of an array, that row.
+        sliced_rows: for ops in a loop body that slice an iteration's row out of an array, that row.
         only_graph: the graph that the enclosing loop of calls calls, if it calls no other and that one once.
         depth: number of enclosing noinline graphs.
         first_runs: first input of each call of a graph in this trace, by graph and identities of inputs.
@@ -35,7 +35,7 @@ class Context:
     inputs: Sequence[Array | PackedSlot] = ()
     in_loop: bool = False
     rows: int = 1
-    cut: Mapping[Op, Array] = field(default_factory=dict)
+    sliced_rows: Mapping[Op, Array] = field(default_factory=dict)
     only_graph: Graph | None = None
     depth: int = 0
     first_runs: FirstRuns = field(default_factory=WeakValueDictionary)
@@ -52,7 +52,7 @@ class Context:
         only_graph: Graph | None = None,
     ) -> Context:
         """The context inside a loop body of `rows` iterations, if values may be slots of as many rows."""
-        inside = replace(self, channels=channels, inputs=(), in_loop=True, cut=cut or {})
+        inside = replace(self, channels=channels, inputs=(), in_loop=True, sliced_rows=cut or {})
         return replace(inside, rows=self.rows * rows, only_graph=only_graph)
 
     def is_repeated(self, graph: Graph, inputs: Sequence[Array | PackedSlot]) -> bool:

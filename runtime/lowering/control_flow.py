@@ -66,12 +66,12 @@ def finish_call(op: Op, environment: Environment, places: Sequence[Array | Packe
     """Write a called graph's results to the caller's environment."""
     for t, place in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
         environment.define(t, place)
-    for i in sorted(op.modified & results.written.keys()):
+    for i in sorted(op.modified & results.modified.keys()):
         if not isinstance(places[i], PackedSlot):
-            environment.write(op.inputs[i], load(results.written[i]))
+            environment.write(op.inputs[i], load(results.modified[i]))
         else:
-            write_back(results.written[i], places[i])
-    for storage, value in results.shared.items():
+            write_back(results.modified[i], places[i])
+    for storage, value in results.modified_storages.items():
         environment.write(storage, value)
     environment.record_call_reads(op, results)
 
@@ -174,15 +174,15 @@ class Loop:
         self._op = op
         self._carried = op.attributes["carried"]
         self._sharing = environment.sharing(op)
-        self._carried_too = returned_by_ref(op) - self._sharing.positions if op.modified else frozenset()
-        by_value = frozenset(range(self._carried)) | self._carried_too
+        self._carried_by_ref = returned_by_ref(op) - self._sharing.positions if op.modified else frozenset()
+        by_value = frozenset(range(self._carried)) | self._carried_by_ref
         self._inputs = call_inputs(op, environment, EXTRA_INPUTS, by_value | self._sharing.positions)
         self._rows = {k: place for k, place in enumerate(self._inputs) if isinstance(place, PackedSlot)}
         self._packed = tuple(dict.fromkeys(row.packed for k, row in self._rows.items() if k in op.modified))
-        self._alone = op.modified - self._rows.keys() - self._sharing.positions
-        contents = {k: self._inputs[k] for k in sorted(self._alone - self._carried_too)}
+        self._modified_alone = op.modified - self._rows.keys() - self._sharing.positions
+        contents = {k: self._inputs[k] for k in sorted(self._modified_alone - self._carried_by_ref)}
         arrays = [packed.array for packed in self._packed]
-        shared = [self._sharing.values[storage] for storage in self._sharing.written]
+        shared = [self._sharing.values[storage] for storage in self._sharing.modified]
         self.start = (tuple(self._inputs[: self._carried]), contents, arrays, shared)
 
     def rows(self) -> dict[Op, Array]:
@@ -203,9 +203,9 @@ class Loop:
         for k, row in self._rows.items():
             values[k] = PackedSlot(packed_arrays[row.packed], row.number)
         values[: self._carried] = results_before
-        sharing = self._sharing.with_values(dict(zip(self._sharing.written, shared, strict=True)))
+        sharing = self._sharing.with_values(dict(zip(self._sharing.modified, shared, strict=True)))
         if sharing:
-            storages = Environment(sharing.values, Unordered(), sharing.same, 1)
+            storages = Environment(sharing.values, Unordered(), sharing.caller_tensors, 1)
             for k in sorted(sharing.positions.intersection(range(self._carried))):
                 storages.write(self._op.inputs[k], results_before[k])
             sharing = sharing.with_values(storages.values)
@@ -213,13 +213,14 @@ class Loop:
 
     def end_iteration(self, iteration: Iteration, results: Results) -> tuple[Any, Sequence[Array]]:
         """Split the results of an iteration into loop-carried state and stacked results."""
-        values, packed_arrays, written = iteration.inputs[EXTRA_INPUTS:], iteration.packed_arrays, results.written
+        values, packed_arrays, written = iteration.inputs[EXTRA_INPUTS:], iteration.packed_arrays, results.modified
         for k in self._rows.keys() & self._op.modified:
             write_back(written.get(k + EXTRA_INPUTS, values[k]), values[k])
-        after = {k: load(written.get(k + EXTRA_INPUTS, values[k])) for k in sorted(self._alone - self._carried_too)}
+        others = sorted(self._modified_alone - self._carried_by_ref)
+        after = {k: load(written.get(k + EXTRA_INPUTS, values[k])) for k in others}
         outputs = tuple(map(load, results.outputs[EXTRA_OUTPUTS:]))
         arrays = [packed_arrays[packed].array for packed in self._packed]
-        shared = [results.shared[storage] for storage in self._sharing.written]
+        shared = [results.modified_storages[storage] for storage in self._sharing.modified]
         return (outputs[: self._carried], after, arrays, shared), outputs[self._carried :]
 
     def finish(self, state: Any, stacked: Sequence[Array], environment: Environment) -> None:
@@ -229,9 +230,9 @@ class Loop:
             packed.array = array
         for t, value in zip(self._op.outputs, (*outputs, *stacked), strict=True):
             environment.write(t, value)
-        for k in sorted(self._alone):
-            environment.write(self._op.inputs[k], outputs[k] if k in self._carried_too else contents[k])
-        for storage, value in zip(self._sharing.written, shared, strict=True):
+        for k in sorted(self._modified_alone):
+            environment.write(self._op.inputs[k], outputs[k] if k in self._carried_by_ref else contents[k])
+        for storage, value in zip(self._sharing.modified, shared, strict=True):
             environment.write(storage, value)
 
 

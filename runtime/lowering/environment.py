@@ -28,20 +28,20 @@ class Results:
     """Results of a graph.
 
     Attributes:
-        written: final values of modified inputs, by position.
-        shared: final values of modified storages that several inputs share.
+        modified: final values of modified inputs, by position.
+        modified_storages: final values of modified storages that several inputs share.
         computed: the last results computed from inputs, by position; empty for noinline calls.
     """
 
     outputs: tuple[Any, ...]
-    written: dict[int, Any]
-    shared: dict[Tensor, Array] = field(default_factory=dict)
+    modified: dict[int, Any]
+    modified_storages: dict[Tensor, Array] = field(default_factory=dict)
     computed: dict[int, Array] = field(default_factory=dict)
 
     def unpacked(self) -> Results:
         """The results with all packed slots loaded."""
-        written = {i: load(place) for i, place in self.written.items()}
-        return Results(tuple(map(load, self.outputs)), written, self.shared, self.computed)
+        written = {i: load(place) for i, place in self.modified.items()}
+        return Results(tuple(map(load, self.outputs)), written, self.modified_storages, self.computed)
 
 
 class Environment:
@@ -56,7 +56,7 @@ class Environment:
     ) -> None:
         self.values = dict(values)
         self._order = order
-        self._same = same
+        self._aliases = same
         self._rows = rows
 
     def record_reads(self, op: Op) -> None:
@@ -94,7 +94,7 @@ class Environment:
         inside = dict.fromkeys(storage for i in sorted(positions) for storage in storages[i])
         written = dict.fromkeys(storage for i in sorted(positions & op.modified) for storage in storages[i])
         values = {storage: self.value_of(storage) for storage in inside}
-        return Sharing(positions, {**self._same, **same}, values, tuple(written))
+        return Sharing(positions, {**self._aliases, **same}, values, tuple(written))
 
     def results(self, graph: Graph, values: Container[Tensor], sharing: Sharing) -> Results:
         """Collect the results of a graph after its last op.
@@ -107,7 +107,7 @@ class Environment:
         return Results(
             tuple((self.slot_or_value if o else self.value_of)(t) for t, o in zip(graph.outputs, own, strict=True)),
             {i: self.slot_or_value(t) for i in written_inputs(graph) if (t := graph.inputs[i]) in values},
-            {storage: self.value_of(storage) for storage in sharing.written},
+            {storage: self.value_of(storage) for storage in sharing.modified},
             self._order.last_computed(graph.inputs),
         )
 
@@ -214,8 +214,8 @@ class Environment:
         t = t.origin
         while True:
             view = view_of(t)
-            if t in self._same:
-                t = self._same[t].origin
+            if t in self._aliases:
+                t = self._aliases[t].origin
             elif view is not None and len(view.inputs) == 1:
                 views.append(view)
                 t = view.inputs[0].origin

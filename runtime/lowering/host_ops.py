@@ -74,7 +74,7 @@ def _host_call(lowering: Lowering, op: Op, environment: Environment, context: Co
 
 def _has_callbacks(lowering: Lowering) -> bool:
     """Whether JAX can lower Python callbacks for the device; it cannot for offline GPU targets (jax-ml/jax#23971)."""
-    return lowering.replicas.is_here or lowering.replicas.device.platform == "tpu"
+    return lowering.replicas.is_present or lowering.replicas.device.platform == "tpu"
 
 
 def _gpu_callback(made: Sequence[jax.ShapeDtypeStruct], *operands: Array) -> Sequence[Array]:

@@ -92,7 +92,7 @@ class Lowering:
         """Hooks of the device, or of the platform, where that is all that is known."""
         platform, device = self.replicas.platform, self.replicas.device
         is_known = isinstance(device, jax.Device)
-        return hooks_for_device(platform, device, self.replicas.is_here) if is_known else hooks_for(platform)
+        return hooks_for_device(platform, device, self.replicas.is_present) if is_known else hooks_for(platform)
 
     @property
     def is_vmapped(self) -> bool:
@@ -134,7 +134,7 @@ class Lowering:
         self, values: Mapping[Tensor, Array | PackedSlot], context: Context, same: Mapping[Tensor, Tensor] | None
     ) -> Environment:
         """Create the environment of a graph; see `lower_ops`."""
-        same = self.scheduling.same if same is None else same
+        same = self.scheduling.aliases if same is None else same
         return Environment(values, self.hooks.update_order(context.in_loop), same, context.rows)
 
     def lower_op(self, op: Op, environment: Environment, context: Context) -> None:
@@ -142,8 +142,8 @@ class Lowering:
         if op.kind in LOWERINGS:
             LOWERINGS[op.kind](self, op, environment, context)
             return
-        if op in context.cut:
-            environment.write(op.outputs[0], context.cut[op])
+        if op in context.sliced_rows:
+            environment.write(op.outputs[0], context.sliced_rows[op])
             return
         if op.kind.view is not None:  # a view is made when it is read
             return
@@ -260,7 +260,7 @@ class Lowering:
             channels = Channels(dict(zip(streams, taken, strict=True)))
             context = Context(channels).in_loop_body(channels)  # as in a loop, because it is called several times
             results = self._inline(graph, inputs, context, Sharing()).unpacked()
-            return results.outputs, results.written, channels.states(streams)
+            return results.outputs, results.modified, channels.states(streams)
 
         function.__name__ = function.__qualname__ = identifier(graph.id) or "graph"
         return noinline(function, in_order=1)

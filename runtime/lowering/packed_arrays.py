@@ -21,19 +21,19 @@ class PackedArray:
 
     Attributes:
         array: the current contents; the first dimension is the slot number.
-        is_given: whether it is an input of the program. Other packed arrays are computed, in the precision that their
+        is_input: whether it is an input of the program. Other packed arrays are computed, in the precision that their
             users need.
         shape: shape of a value. In the array, values may have further leading dimensions of size one.
     """
 
-    __slots__ = ("array", "is_given", "shape")
+    __slots__ = ("array", "is_input", "shape")
 
-    def __init__(self, array: Array, *, is_given: bool = False, shape: tuple[int, ...] | None = None) -> None:
-        self.array, self.is_given, self.shape = array, is_given, array.shape[1:] if shape is None else shape
+    def __init__(self, array: Array, *, is_input: bool = False, shape: tuple[int, ...] | None = None) -> None:
+        self.array, self.is_input, self.shape = array, is_input, array.shape[1:] if shape is None else shape
 
     def with_array(self, array: Array) -> PackedArray:
         """A packed array with other contents, inside a loop iteration."""
-        return PackedArray(array, is_given=self.is_given, shape=self.shape)
+        return PackedArray(array, is_input=self.is_input, shape=self.shape)
 
     def as_row(self, value: Array) -> Array:
         """A value in the shape that it has in the array."""

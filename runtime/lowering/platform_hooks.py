@@ -105,11 +105,11 @@ def hooks_for(platform: str) -> PlatformHooks:
 
 
 @cache
-def hooks_for_device(platform: str, device: jax.Device, is_here: bool) -> PlatformHooks:
+def hooks_for_device(platform: str, device: jax.Device, is_present: bool) -> PlatformHooks:
     """The hooks for a device: those of its platform, with kernels of libraries that it has."""
     hooks = hooks_for(platform)
     if platform != "gpu":
         return hooks
     from runtime.gpu import attention
 
-    return replace(hooks, overrides={**hooks.overrides, **attention.overrides(device, is_here)})
+    return replace(hooks, overrides={**hooks.overrides, **attention.overrides(device, is_present)})

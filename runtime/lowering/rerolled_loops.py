@@ -42,18 +42,18 @@ class LoopInput:
     """An input of a rerolled loop's iterations.
 
     Attributes:
-        before: the template's storage whose value the next iteration takes as this input; `None` if it is not carried.
+        carried_from: the template's storage whose value the next iteration takes as this input; `None` if not carried.
     """
 
     storage: Tensor
     by_iteration: tuple[Tensor, ...]
-    is_written: bool = False
-    before: Tensor | None = None
+    is_modified: bool = False
+    carried_from: Tensor | None = None
 
     @property
     def is_invariant(self) -> bool:
         """Whether the input is loop-invariant: one storage for all iterations."""
-        return self.before is None and len(set(self.by_iteration)) == 1
+        return self.carried_from is None and len(set(self.by_iteration)) == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +110,11 @@ class ProgramOrder:
     """The default schedule of graphs: ops in program order. Subclasses may reroll loops.
 
     Attributes:
-        same: aliases: tensors, and the tensors that hold their values.
+        aliases: aliases: tensors, and the tensors that hold their values.
         gathered: storages to pack together, by the op after which they are packed.
     """
 
-    same: Mapping[Tensor, Tensor] = MappingProxyType({})
+    aliases: Mapping[Tensor, Tensor] = MappingProxyType({})
     gathered: Mapping[Op, Sequence[Sequence[Tensor]]] = MappingProxyType({})
 
     def schedule(self, graph: Graph) -> Sequence[Op | RerolledLoop]:
@@ -167,22 +167,22 @@ class _ScanBuilder:
         has_loops: bool,
     ) -> None:
         self._invariant_row = invariant_row
-        self._carries = tuple((t, t.before) for t in loop.inputs if t.before is not None)
+        self._carries = tuple((t, t.carried_from) for t in loop.inputs if t.carried_from is not None)
         self._final_outputs = tuple(m for m in loop.outputs if m.is_last_only)
         self._stacked_outputs = tuple(m for m in loop.outputs if not m.is_last_only)
-        known = [t for t in loop.inputs if t.before is None and not is_constant(t, environment)]
+        known = [t for t in loop.inputs if t.carried_from is None and not is_constant(t, environment)]
         for storages in merge_overlapping(t.by_iteration for t in known):
             pack_together(environment, storages)
         places = {t: tuple(map(environment.slot_or_value, t.by_iteration)) for t in known}
         slots = {t: rows for t, rows in places.items() if all(isinstance(row, PackedSlot) for row in rows)}
-        written = [rows[0].packed for t, rows in slots.items() if t.is_written]
+        written = [rows[0].packed for t, rows in slots.items() if t.is_modified]
         self._invariant_slots = {t.storage: slots[t][0] for t in slots if t.is_invariant and has_loops}
         by_iteration = [t for t in slots if t.storage not in self._invariant_slots]
         read = [t for t in by_iteration if not t.is_invariant or slots[t][0].packed in written]
         unpacked = [t for t in known if t not in read and t.storage not in self._invariant_slots]
-        self._unpacked = tuple(t for t in unpacked if t.is_written)
+        self._unpacked = tuple(t for t in unpacked if t.is_modified)
         self._invariant_values = {
-            t.storage: environment.value_of(t.by_iteration[0]) for t in unpacked if not t.is_written
+            t.storage: environment.value_of(t.by_iteration[0]) for t in unpacked if not t.is_modified
         }
         self._output_arrays = tuple(_allocate_output(each, environment) for each in self._stacked_outputs)
         self._packed = tuple(dict.fromkeys((*written, *self._output_arrays)))
@@ -191,7 +191,7 @@ class _ScanBuilder:
             m.storage: tuple(PackedSlot(packed, n) for n in range(len(m.rows) - len(m.by_iteration), len(m.rows)))
             for m, packed in zip(self._stacked_outputs, self._output_arrays, strict=True)
         }
-        self._writes = tuple(_slices({t.storage: slots[t] for t in read if t.is_written} | made))
+        self._writes = tuple(_slices({t.storage: slots[t] for t in read if t.is_modified} | made))
         self.rows = tuple(np.asarray(slice_.first, np.int32) for slice_ in (*self._reads, *self._writes))
         self.start = (
             [environment.value_of(t.by_iteration[0]) for t in self._unpacked],
@@ -215,7 +215,7 @@ class _ScanBuilder:
         values.update((t.storage, value) for (t, _), value in zip(self._carries, carries, strict=True))
         for slice_, number in zip(self._reads, rows, strict=False):
             found = slice_.slice_values(now.get(slice_.packed, slice_.packed.array), number)
-            is_same = slice_.packed.is_given and slice_.packed not in now
+            is_same = slice_.packed.is_input and slice_.packed not in now
             values.update((name, self._invariant_row(row, number) if is_same else row) for name, row in found)
         return values
 
@@ -289,7 +289,7 @@ def _slices(places: Mapping[Tensor, Sequence[PackedSlot]]) -> Iterator[_Slice]:
 def is_constant(loop_input: LoopInput, environment: Environment) -> bool:
     """Whether an input is an unmodified constant, which is best embedded at its users."""
     is_same = isinstance(loop_input.storage, Constant) and len(set(loop_input.by_iteration)) == 1
-    return is_same and not loop_input.is_written and loop_input.storage not in environment.values
+    return is_same and not loop_input.is_modified and loop_input.storage not in environment.values
 
 
 def merge_overlapping(by_iteration: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:

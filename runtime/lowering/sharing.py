@@ -21,15 +21,15 @@ class Sharing:
 
     Attributes:
         positions: positions of the op's operands.
-        same: tensors of the caller, by input.
+        caller_tensors: tensors of the caller, by input.
         values: initial values of the caller's storages that the inputs share.
-        written: storages among these that the op may change.
+        modified: storages among these that the op may change.
     """
 
     positions: frozenset[int] = frozenset()
-    same: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    caller_tensors: Mapping[Tensor, Tensor] = field(default_factory=dict)
     values: Mapping[Tensor, Array] = field(default_factory=dict)
-    written: tuple[Tensor, ...] = ()
+    modified: tuple[Tensor, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.positions)
@@ -46,4 +46,5 @@ def bind_inputs(
     values = dict(zip(graph.inputs, inputs, strict=True))
     if not sharing:
         return values, None
-    return {t: value for t, value in values.items() if t not in sharing.same} | dict(sharing.values), sharing.same
+    aliases = sharing.caller_tensors
+    return {t: value for t, value in values.items() if t not in aliases} | dict(sharing.values), aliases

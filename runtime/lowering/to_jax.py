@@ -184,8 +184,8 @@ class GraphFunction:
         if len({*names}) < len(names):
             names = [t.name for t in self.graph.inputs]
         inputs = dict(zip(names, self.graph.inputs, strict=True))
-        self._written = {i: name for i, (name, t) in enumerate(inputs.items()) if t.by_ref and i in changed}
-        self.written = tuple(self._written.values())
+        self._modified_inputs = {i: name for i, (name, t) in enumerate(inputs.items()) if t.by_ref and i in changed}
+        self.written = tuple(self._modified_inputs.values())
         return {name: _Parameter(name, t.spec) for name, t in inputs.items()}
 
     def __repr__(self) -> str:
@@ -201,9 +201,9 @@ class GraphFunction:
         self._check(channels)
         count = len(self._outputs)
         outputs = results.outputs[0] if count == 1 else results.outputs[:count]
-        if not self._written:
+        if not self._modified_inputs:
             return outputs
-        return outputs, {name: results.written[i] for i, name in self._written.items()}
+        return outputs, {name: results.modified[i] for i, name in self._modified_inputs.items()}
 
     def variables(self, present: Mapping[Variable, np.ndarray] | None = None) -> dict[str, Array]:
         """Host values of variables, by name, as initial arguments. Only main graphs have variables.
@@ -322,13 +322,13 @@ class MainFunction(GraphFunction):
         streams = _channels_of(main)
         self._loads = tuple(s for s in streams if isinstance(s, HostToDeviceStream))
         self._stores = tuple(s for s in streams if isinstance(s, DeviceToHostStream))
-        self._room = {s: s.num_host_transfers for s in (*self._loads, *self._stores)}
+        self._capacities = {s: s.num_host_transfers for s in (*self._loads, *self._stores)}
         for stream, count in transfers_of(main).items():
-            if count > self._room[stream]:
+            if count > self._capacities[stream]:
                 setting = "its own `num_host_transfers`" if stream.has_own_transfers else "`ir.num_host_transfers`"
                 raise PopxlError(
                     f"{self._asker}: the program makes {count} transfers of {stream} in one run, and {setting} is "
-                    f"{self._room[stream]}. Set it to at least {count}."
+                    f"{self._capacities[stream]}. Set it to at least {count}."
                 )
         found = {v.name: _Parameter(v.name, v.spec, v) for v in self._variables}
         self._feeds: dict[HostToDeviceStream, str] = {}
@@ -341,7 +341,7 @@ class MainFunction(GraphFunction):
         return found
 
     def _host_shape(self, stream: Stream) -> tuple[int, ...]:
-        return (self._room[stream], *stream.shape) if self._room[stream] > 1 else stream.shape
+        return (self._capacities[stream], *stream.shape) if self._capacities[stream] > 1 else stream.shape
 
     def __call__(self, /, *arrays: Any, **named: Any) -> Any:
         if arrays:
@@ -351,10 +351,10 @@ class MainFunction(GraphFunction):
             {
                 FAILURE: (jnp.asarray(FAILURE.start), 0),
                 **{
-                    s: (encode_transfer(values[name], s.dtype).reshape(self._room[s], *s.shape), 0)
+                    s: (encode_transfer(values[name], s.dtype).reshape(self._capacities[s], *s.shape), 0)
                     for s, name in self._feeds.items()
                 },
-                **{s: (jnp.zeros((self._room[s], *s.shape), in_transit(s.dtype)), 0) for s in self._stores},
+                **{s: (jnp.zeros((self._capacities[s], *s.shape), in_transit(s.dtype)), 0) for s in self._stores},
             }
         )
         state: dict[Tensor, Array] = {v: values[v.name] for v in self._variables}

@@ -38,23 +38,23 @@ class StepMemory:
 
     def __init__(self, ir: Ir, memory: Memory, model: Graph, graphs: Sequence[GraphNeeds]) -> None:
         self._memory = memory
-        self._read = _variables_of(model, ir.main_graph.variables)
-        trained = sum(v.on_replica.nelms for v in self._read if v.dtype.is_floating_point)
+        self._read_variables = _variables_of(model, ir.main_graph.variables)
+        trained = sum(v.on_replica.nelms for v in self._read_variables if v.dtype.is_floating_point)
         self.accumulators = _ACCUMULATOR * trained
         """Bytes of accumulators, which a step in one piece does without."""
         self._is_accumulated = len(model.call_sites) > 1
         self.gradients = min(sum(g.gradients * g.calls for g in graphs), memory.temporaries)
         """Bytes of the gradients of variables, at the end of a backward pass."""
-        others = (v for v in ir.main_graph.variables if v not in self._read and not is_on_host(v))
-        self.others = sum(size_in_bytes(v.on_replica) for v in others)
+        others = (v for v in ir.main_graph.variables if v not in self._read_variables and not is_on_host(v))
+        self.other_bytes = sum(size_in_bytes(v.on_replica) for v in others)
         """Bytes of variables on the device that the model does not read: state of the optimiser, and accumulators."""
-        self.state = max(self.others - (self.accumulators if self._is_accumulated else 0), 0)
+        self.state = max(self.other_bytes - (self.accumulators if self._is_accumulated else 0), 0)
         """Bytes of the state of the optimiser on the device."""
 
     @property
     def weights(self) -> int:
         """Bytes of the variables that the model reads."""
-        return sum(size_in_bytes(v.on_replica) for v in self._read)
+        return sum(size_in_bytes(v.on_replica) for v in self._read_variables)
 
     @property
     def fixed(self) -> int:

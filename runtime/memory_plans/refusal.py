@@ -49,7 +49,7 @@ def _by_micro_batches(step: StepMemory, budget: int) -> str:
 
 def _by_state(step: StepMemory, memory: Memory, budget: int) -> str:
     """What is left without the variables that the model does not read."""
-    state = step.others
+    state = step.other_bytes
     if 10 * state < memory.device:  # little to gain
         return "`sharded=True` divides variables and optimiser state over replicas."
     fits = "which fits" if memory.device - state <= budget else "which does not fit either"

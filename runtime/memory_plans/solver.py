@@ -113,7 +113,7 @@ class _Columns:
     """Columns of the binary variables of a group of calls.
 
     Attributes:
-        kept, offloaded: for each activation, whether calls save it on the device or on the host.
+        on_device, offloaded: for each activation, whether calls save it on the device or on the host.
         fused: for each op that XLA fuses into the kernels of the gradient that read its first result, whether it does:
             forward and backward calls are compiled together, and the gradient's kernels have the operands.
         recomputed: for each op, whether backward calls recompute it.
@@ -122,7 +122,7 @@ class _Columns:
 
     graph: GraphNeeds
     calls: int
-    kept: dict[str, int] = field(default_factory=dict)
+    on_device: dict[str, int] = field(default_factory=dict)
     offloaded: dict[str, int] = field(default_factory=dict)
     fused: dict[int, int] = field(default_factory=dict)
     recomputed: dict[int, int] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class _Columns:
 
     def saved(self, calls: int) -> _Row:
         """Bytes of activations that some of the calls keep."""
-        return {self.kept[path]: calls * float(size) for path, size in self.graph.bytes.items()}
+        return {self.on_device[path]: calls * float(size) for path, size in self.graph.bytes.items()}
 
     def fused_into_readers(self, path: str) -> int | None:
         """The variable of the op that computes an activation within the gradient's kernels."""
@@ -149,11 +149,11 @@ class _Columns:
 
     def known_to_gradient(self, path: str) -> _Row:
         """Whether the gradient's kernels have an activation without recomputing it."""
-        return _any_of(self.kept[path] if path in self.graph.read else None, self.fused_into_readers(path))
+        return _any_of(self.on_device[path] if path in self.graph.read else None, self.fused_into_readers(path))
 
     def treatment(self, path: str, taken: Sequence[bool]) -> Treatment:
         """Treatment of an activation in an assignment. What kernels of the gradient compute by themselves is kept."""
-        if taken[self.kept[path]]:
+        if taken[self.on_device[path]]:
             return "keep"
         if path in self.offloaded and taken[self.offloaded[path]]:
             return "offload"
@@ -231,7 +231,7 @@ class _IntegerProgram:
                             taken[group.offloaded[path]] = True
                         elif treatment == "keep":
                             column = group.fused_into_readers(path)
-                            taken[group.kept[path]] = column is None or path in read_again or not taken[column]
+                            taken[group.on_device[path]] = column is None or path in read_again or not taken[column]
                     if "recompute" in wanted.values():
                         taken[group.recomputed[number]] = True
                         missing.update(op.operands)
@@ -253,7 +253,7 @@ class _IntegerProgram:
         writing = [op for op in g.ops if op.is_fused or op.is_kernel] if self._release == "loop" else []
         written = {op.results[0] for op in writing}
         for path, size in g.bytes.items():
-            group.kept[path] = self._column(calls * size / memory_bandwidth(chip) if path in written else 0.0)
+            group.on_device[path] = self._column(calls * size / memory_bandwidth(chip) if path in written else 0.0)
             if may_offload:
                 group.offloaded[path] = self._column(calls * 2 * size / host_bandwidth(chip))
         for number, op in enumerate(g.ops):
@@ -297,7 +297,7 @@ class _IntegerProgram:
         """Provide what the gradient reads, and the operands of ops that are recomputed."""
 
         def available(path: str) -> _Row:
-            return _any_of(group.kept[path], group.offloaded.get(path), group.recomputed[group.makers[path]])
+            return _any_of(group.on_device[path], group.offloaded.get(path), group.recomputed[group.makers[path]])
 
         for path in sorted(group.graph.read):
             self._add(available(path) | _any_of(group.fused_into_readers(path)), 1.0)
@@ -320,7 +320,7 @@ class _IntegerProgram:
                 self._add({has_run: 1.0, group.has_run[number, window - 1]: -1.0}, 0.0)
             for path in op.operands:
                 maker = group.has_run[group.makers[path], window]
-                self._add(_any_of(group.kept[path], maker, group.offloaded.get(path)) | {has_run: -1.0}, 0.0)
+                self._add(_any_of(group.on_device[path], maker, group.offloaded.get(path)) | {has_run: -1.0}, 0.0)
 
     def _fill_fused(self, taken: list[bool], group: _Columns, treatments: Mapping[str, Treatment]) -> None:
         """Say which ops XLA fuses into the gradient's kernels that read their results."""
@@ -382,7 +382,7 @@ class _IntegerProgram:
                     if g.needed_until.get(path, -1) < start:
                         continue
                     size = float(g.bytes[path])
-                    row[group.kept[path]] = size
+                    row[group.on_device[path]] = size
                     if not op.is_fused:
                         has_run = group.has_run[number, window]
                         row[has_run] = row.get(has_run, 0.0) + size
@@ -407,7 +407,7 @@ class _IntegerProgram:
         }
         row |= {group.offloaded[path]: float(g.bytes[path]) for path in paths if path in group.offloaded}
         if self._release != "loop":
-            row |= {group.kept[path]: float(g.bytes[path]) for path in (g.bytes if is_whole else paths)}
+            row |= {group.on_device[path]: float(g.bytes[path]) for path in (g.bytes if is_whole else paths)}
         return row
 
 

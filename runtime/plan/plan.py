@@ -106,7 +106,7 @@ class Plan:
         self._buffers = buffers
         self._inputs, self._outputs = inputs, outputs
         self._channels = channels
-        self._where = {c: ipu for ipu, cs in channels.items() for c in cs} | dict(buffers)
+        self._ipus = {c: ipu for ipu, cs in channels.items() for c in cs} | dict(buffers)
         self._options_at = options_at
         self._stages = stages_of(options_at)
         self.ends = ends
@@ -120,11 +120,11 @@ class Plan:
         for segment in self.segments:
             for c in segment.channels:
                 users[c].add(segment.ipu)
-        self._shared = {c for c, ipus in users.items() if len(ipus) > 1 and c is not FAILURE}
+        self._shared_channels = {c for c, ipus in users.items() if len(ipus) > 1 and c is not FAILURE}
         if self._stages is not None:
-            _check_shared(self._shared, options_at)
+            _check_shared(self._shared_channels, options_at)
         for segment in self.segments:
-            segment.shared = tuple(c for c in segment.channels if c in self._shared)
+            segment.shared_channels = tuple(c for c in segment.channels if c in self._shared_channels)
         steps.prepare(options_at, next(iter(options_at)))
         for step, _ in steps.all_steps():
             step.prepare(options_at)
@@ -145,7 +145,7 @@ class Plan:
         count = len(self.changed)
         values = dict(zip(self._variables, (*changing[:count], *constant), strict=True))
         channels: dict[int, Channels] = {}
-        run = Run(self._options_at, self._where, channels, recorder, self._stages)
+        run = Run(self._options_at, self._ipus, channels, recorder, self._stages)
         given: dict[Channel, Array] = dict(zip(self._inputs, feeds, strict=True))
         for ipu in self._options_at:
             channels[ipu] = Channels(self._initial_channels(ipu, given, run))
@@ -156,7 +156,7 @@ class Plan:
         fetches, failures = self._fetched(run)
         changed = [values[v] if start == end else run.copy_to_ipu(values[v], start) for v, start, end in self.changed]
         for buffer, ipu in self._buffers.items():
-            changed.append(run.channels(ipu, self._shared & {buffer}).slots(buffer))
+            changed.append(run.channels(ipu, self._shared_channels & {buffer}).slots(buffer))
         return tuple(changed), (*(fetches[s] for s in self._outputs), *failures)
 
     def _initial_channels(self, ipu: int, given: Mapping[Channel, Array], run: Run) -> dict[Channel, Any]:
@@ -183,7 +183,7 @@ class Plan:
         failures: list[Array] = []
         for ipu, (_, end) in self.ends.items():
             here = [c for c in self._channels[ipu] if not isinstance(c, HostToDeviceStream)]
-            channels = run.channels(ipu, [c for c in here if c in self._shared])
+            channels = run.channels(ipu, [c for c in here if c in self._shared_channels])
             found = run.call(end, lambda: "fetches", [run.own_copy(channels.transfers(c)) for c in here])
             streams = [c for c in here if c is not FAILURE]
             fetches |= zip(streams, found[: len(streams)], strict=True)

@@ -58,7 +58,7 @@ class PlanBuilder:
         changed = tuple(dict.fromkeys(s for s in written if isinstance(s, Constant)))
         self._live_out = tuple(live_out)
         self._ipu = ipu
-        self._is_whole = is_whole
+        self._on_one_ipu = is_whole
         self._copied_to: defaultdict[Tensor, set[int]] = defaultdict(set)
         self._built = HostSteps([], set(owned), changed)
         self._built.steps = list(self._split_segments(spelled_out))
@@ -203,7 +203,7 @@ class PlanBuilder:
 
     def _ipu_of(self, op: Op) -> int:
         """IPU of an op."""
-        return self._ipu if self._is_whole else self._segmentation.placement.ipu_of(op)
+        return self._ipu if self._on_one_ipu else self._segmentation.placement.ipu_of(op)
 
     def _locate(self, t: Tensor, ipu: int) -> int:
         """IPU of a storage, defaulting to `ipu` on first use."""
@@ -256,7 +256,7 @@ class PlanBuilder:
             kept.update(subplan.carried.values())
         last = tuple(stack.write for stack in self._stacks.get(step.op, ()))
         while True:
-            is_whole = self._is_whole or not self._segmentation.placement.spans(step.op)
+            is_whole = self._on_one_ipu or not self._segmentation.placement.spans(step.op)
             ops = (*subplan.graph.ops, *last)
             subplan.plan = PlanBuilder(ops, self._segmentation, owned, kept, step.ipu, is_whole).build()
             passed = Counter(subplan.carried.values())

@@ -53,7 +53,7 @@ class SegmentationPolicy:
         calls = Counter(self._structures.calls(main))
         for graph in self.placement.host_executed:
             calls += self._structures.calls(graph)
-        sizes = {self._structures.of(graph): self._structures.size(graph) for graph in reachable(main)[1:]}
+        sizes = {self._structures.of_graph(graph): self._structures.size(graph) for graph in reachable(main)[1:]}
         self._segment_structures = {
             s for s, count in calls.items() if smallest is not None and count > 1 and sizes[s] >= smallest
         }
@@ -66,13 +66,13 @@ class SegmentationPolicy:
         outside: dict[Graph, int] = {}
         segments: dict[Structure, int] = {}
         for graph in callees_first(self._main):
-            if self._structures.of(graph) in self._segment_structures:
+            if self._structures.of_graph(graph) in self._segment_structures:
                 continue
             outside[graph] = 0
             for op in graph.ops:
                 outside[graph] += 1
                 for callee in op.called_graphs:
-                    if is_call(op) and (structure := self._structures.of(callee)) in self._segment_structures:
+                    if is_call(op) and (structure := self._structures.of_graph(callee)) in self._segment_structures:
                         segments[structure] = self._structures.size(callee)
                     else:
                         outside[graph] += outside[callee] if is_call(op) else self._structures.size(callee)
@@ -80,14 +80,14 @@ class SegmentationPolicy:
 
     def has_large_calls(self) -> bool:
         """Whether calls, on average, compute much longer than their dispatch takes."""
-        graphs = {self._structures.of(graph): graph for graph in reachable(self._main)[1:]}
+        graphs = {self._structures.of_graph(graph): graph for graph in reachable(self._main)[1:]}
         calls = {graphs[s]: self._calls[s] for s in self._segment_structures}
         numbers = sum(count * self.numbers(graph.ops) for graph, count in calls.items())
         return numbers >= LARGE * sum(calls.values())
 
     def is_segment(self, op: Op) -> bool:
         """Whether an op is a call compiled as a separate segment."""
-        is_alike = is_call(op) and self._structures.of(op.called_graphs[0]) in self._segment_structures
+        is_alike = is_call(op) and self._structures.of_graph(op.called_graphs[0]) in self._segment_structures
         return is_alike and not self.placement.spans(op) and not shares_by_reference(op)
 
     def is_host_executed(self, op: Op) -> bool:

@@ -58,7 +58,7 @@ class Run:
         stages: Stages | None,
     ) -> None:
         self._options_at = options_at
-        self._where = dict(where)
+        self._ipus = dict(where)
         self._channels = channels
         self._recorder = recorder
         self._stages = stages
@@ -92,14 +92,14 @@ class Run:
         """Channels of IPU `ipu`, after transferring `shared` channels from other IPUs."""
         here = self._channels[ipu]
         for c in shared:
-            if self._where[c] != ipu:
-                (state,) = self._channels[self._where[c]].states((c,))
+            if self._ipus[c] != ipu:
+                (state,) = self._channels[self._ipus[c]].states((c,))
                 options = self._options_at[ipu]
                 sharding = options.slots if isinstance(c, RemoteBuffer) else options.replicas.sharding()
                 array, position = state
                 there = position if isinstance(position, int) else self.copy_to_ipu(position, ipu)
                 here.set_states((c,), [(self._copy(array, sharding), there)])
-                self._where[c] = ipu
+                self._ipus[c] = ipu
         return here
 
 
@@ -157,7 +157,7 @@ class Segment(Step):
         encoding: structural encoding of the ops.
         donated: storages that the ops overwrite, whose new value is needed, and that have no other owner.
         keys: keys of the segment's inputs, for those that are on another IPU.
-        shared: streams and buffers that segments on other IPUs also use.
+        shared_channels: streams and buffers that segments on other IPUs also use.
         structure: key of the executable, with the executable once it is compiled; set by `prepare`.
         seconds: compile time; 0, if a segment of the same structure had been compiled before.
     """
@@ -167,7 +167,7 @@ class Segment(Step):
     encoding: StructuralEncoder
     donated: tuple[Tensor, ...] = ()
     keys: dict[Tensor, Key] = field(default_factory=dict)
-    shared: tuple[Channel, ...] = ()
+    shared_channels: tuple[Channel, ...] = ()
     structure: Structure = field(init=False)
     seconds: float = 0.0
     _constants: dict[Key, Array] = field(init=False)
@@ -298,7 +298,7 @@ class Segment(Step):
     def run(self, values: Values, run: Run) -> None:
         """Run the ops, unless another process does."""
         self.copy_operands(values, run)
-        channels = run.channels(self.ipu, self.shared)
+        channels = run.channels(self.ipu, self.shared_channels)
         if self._described is None:
             self._run_ops(values, run, channels)
         else:

@@ -38,12 +38,12 @@ class Stages:
     """Assignment of IPUs to processes, for replicas that span several processes.
 
     Attributes:
-        own: the first place of this process.
+        own_index: the first place of this process.
     """
 
     def __init__(self, options_at: Mapping[int, CompileOptions]) -> None:
-        self.own = next(place for place, options in options_at.items() if not options.compile_target.is_elsewhere)
-        self._own_processes = _processes(options_at[self.own].replicas.sharding())
+        self.own_index = next(place for place, options in options_at.items() if not options.compile_target.is_elsewhere)
+        self._own_processes = _processes(options_at[self.own_index].replicas.sharding())
         self._firsts: dict[tuple[int, ...], Any] = {}  # for each group of processes, where its first place is
         for options in options_at.values():
             sharding = options.replicas.sharding()
@@ -85,25 +85,25 @@ class StageLink:
         senders, receivers = _devices(source), _devices(target)
         self._is_within = _processes(source) == _processes(target)
         here = jax.process_index()
-        self._own = [device for device in (*senders, *receivers) if device.process_index == here]
+        self._own_devices = [device for device in (*senders, *receivers) if device.process_index == here]
         self._receivers = frozenset(receivers)
-        self._is_spread = len(senders) > 1
+        self._is_distributed = len(senders) > 1
         self._mesh = Mesh(np.asarray([senders, receivers]), (_ENDS, AXIS))
         # Each replica has one array at either end; that both ends have the same is true afterwards only.
-        self._both = NamedSharding(self._mesh, PartitionSpec(AXIS) if self._is_spread else PartitionSpec())
+        self._both = NamedSharding(self._mesh, PartitionSpec(AXIS) if self._is_distributed else PartitionSpec())
         self._lock = hooks_for(senders[0].platform).collective_lock
         self._executables: dict[Any, Any] = {}
 
     def __call__(self, array: Array, call: Call) -> Array:
         """Send an array, receive it, or describe what others send."""
         description = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._target)
-        if not self._own:
+        if not self._own_devices:
             return description
         if self._is_within:
             return copied(array, self._target)
         sent = {} if isinstance(array, jax.ShapeDtypeStruct) else _shards(array)
         shape = self._both.shard_shape(array.shape)
-        parts = [sent[d] if d in sent else jnp.zeros(shape, array.dtype, device=d) for d in self._own]
+        parts = [sent[d] if d in sent else jnp.zeros(shape, array.dtype, device=d) for d in self._own_devices]
         given = jax.make_array_from_single_device_arrays(array.shape, self._both, parts)
         both = call(self._executable(given), lambda: "copy between processes", given, lock=self._lock)
         received = [part for device, part in _shards(both).items() if device in self._receivers]

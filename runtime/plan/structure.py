@@ -78,11 +78,11 @@ class Structures:
     """Memoized structures of one program's graphs."""
 
     def __init__(self, main: Graph) -> None:
-        self.of = cache(self._graph)
+        self.of_graph = cache(self._graph)
         self.size = cache(self._size)
         self.calls = cache(self._calls)
         for graph in callees_first(main)[:-1]:  # so that each of these recurses only one call deep
-            self.of(graph), self.size(graph), self.calls(graph)
+            self.of_graph(graph), self.size(graph), self.calls(graph)
 
     def _graph(self, graph: Graph) -> Structure:
         """The structure of a graph."""
@@ -104,7 +104,7 @@ class Structures:
         for op in graph.ops:
             if is_call(op):
                 (callee,) = op.called_graphs
-                counts[self.of(callee)] += 1
+                counts[self.of_graph(callee)] += 1
                 counts.update(self.calls(callee))
         return counts
 
@@ -124,15 +124,15 @@ class StructuralEncoder:
 
     Args:
         structures: structures of called graphs.
-        passed: constants that are roots too: the encoding does not depend on their values.
+        parameters: constants that are roots too: the encoding does not depend on their values.
     """
 
-    def __init__(self, structures: Structures, passed: Container[Tensor] = ()) -> None:
+    def __init__(self, structures: Structures, parameters: Container[Tensor] = ()) -> None:
         self.code: list[Any] = []
         self.roots: list[Tensor] = []
         self.numbers: dict[Tensor, int] = {}
         self._structures = structures
-        self._passed = passed
+        self._parameters = parameters
 
     def add(self, t: Tensor, code: Any) -> int:
         """Assign the next number to a tensor."""
@@ -164,7 +164,7 @@ class StructuralEncoder:
         if view is not None:
             numbers = tuple(self.numbers[base] for base in _view_bases(t))
             self.add(t, (*self.function(view), numbers))
-        elif isinstance(t, Constant) and t not in self._passed:
+        elif isinstance(t, Constant) and t not in self._parameters:
             self.add(t, (t.spec, self._key(t.data)))
         else:
             self.roots.append(t)
@@ -178,7 +178,7 @@ class StructuralEncoder:
     def _key(self, value: Any) -> Any:
         """Hashable key of a value, equal only for equal values of equal type: 1, 1.0 and True are distinct."""
         if isinstance(value, Graph):
-            return self._structures.of(value)
+            return self._structures.of_graph(value)
         if isinstance(value, tuple | list):
             return (type(value), *map(self._key, value))
         if isinstance(value, dict):
@@ -197,9 +197,9 @@ class StructuralEncoder:
 _LARGE = 4096  # bytes; larger arrays are equal to themselves only
 
 
-def encoded(ops: Iterable[Op], structures: Structures, passed: Container[Tensor] = ()) -> StructuralEncoder:
+def encoded(ops: Iterable[Op], structures: Structures, parameters: Container[Tensor] = ()) -> StructuralEncoder:
     """Encode an op sequence; see `StructuralEncoder`."""
-    encoding = StructuralEncoder(structures, passed)
+    encoding = StructuralEncoder(structures, parameters)
     for op in ops:
         encoding.op(op)
     return encoding

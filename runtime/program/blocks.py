@@ -43,7 +43,7 @@ class VariableBlock:
         """Array or packed slot of each tensor, for lowering a graph."""
         if not self.is_packed:
             return {self.tensors[0]: array}
-        packed = PackedArray(array, is_given=True)
+        packed = PackedArray(array, is_input=True)
         return {t: PackedSlot(packed, n) for n, t in enumerate(self.tensors)}
 
     def repack(self, environment: Environment) -> Array:

@@ -235,7 +235,7 @@ def _plan(layout: Layout, steps: HostSteps, executables: Sequence[Any] | None) -
         ends = dict(zip(with_ends, pairs, strict=False))
         held = _adopt(layout, steps, executables[2 * len(with_ends) :])
     streams = (layout.used_inputs, layout.outputs)
-    plan = Plan(steps, layout.changed, layout.read, buffers, *streams, channels, layout.compile_options, ends)
+    plan = Plan(steps, layout.changed, layout.unchanged, buffers, *streams, channels, layout.compile_options, ends)
     del held  # the segments have them by now
     return plan
 
@@ -267,7 +267,7 @@ def _begin_and_end(layout: Layout, ipu: int, channels: Sequence[Stream | Failure
     IPUs of other processes have no prologue here, and their epilogue reads copies on this process's devices.
     """
     is_elsewhere = layout.compile_options[ipu].compile_target.is_elsewhere
-    options = layout.compile_options[layout.stages.own if is_elsewhere and layout.stages is not None else ipu]
+    options = layout.compile_options[layout.stages.own_index if is_elsewhere and layout.stages is not None else ipu]
     replicas = options.replicas
 
     def is_alike(channel: Stream | Failure) -> bool:

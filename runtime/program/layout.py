@@ -61,9 +61,9 @@ class Layout:
         checks: whether anything is checked.
         resident: storages of variables on the device, and the variables: a variable itself, or the shard that is used
             in its place. Unused variables are absent.
-        changed, read: storages of changed variables, and of variables only read.
+        changed, unchanged: storages of changed variables, and of variables only read.
         changing, constant: arrays of these; an array that changes may include variables that are only read.
-        shared: storages of variables that no replica changes and that are equal on all: all replicas share one array.
+        shared_storages: storages of variables that no replica changes and that are equal on all, which share one array.
         in_buffers: for each remote buffer, the variables in its slots.
         stored_to: the remote buffers that it changes.
         counts: maximum number of transfers of each stream in one run.
@@ -104,7 +104,7 @@ class Layout:
         self.resident, self.changed = resident, tuple(changed)
         self.variables = tuple(resident.values())
         written = frozenset(changed)
-        self.read = tuple(t for t in resident if t not in written)
+        self.unchanged = tuple(t for t in resident if t not in written)
         self.in_buffers = {b: remote.variables_in(b, main.variables) for b in self.buffers}
         self.stored_to = remote.stored_to(main)
         self.prints = prints(main)
@@ -115,7 +115,7 @@ class Layout:
         packed = () if self.rerolling is None else self.rerolling.packed
         self.changing = blocks_of(self.changed, packed)
         changing = {t for block in self.changing for t in block.tensors}
-        self.constant = blocks_of((t for t in self.read if t not in changing), packed)
+        self.constant = blocks_of((t for t in self.unchanged if t not in changing), packed)
         ipus = (0,) if placement is None else placement.ipus
         compile_targets = (
             [compile_target] if placement is None else [compile_target.of_ipu(i, len(ipus)) for i in range(len(ipus))]
@@ -125,12 +125,12 @@ class Layout:
             for ipu, each in zip(ipus, compile_targets, strict=True)
         }
         self.stages = stages_of(self.compile_options)
-        self.replicas = self.compile_options[ipus[0] if self.stages is None else self.stages.own].replicas
+        self.replicas = self.compile_options[ipus[0] if self.stages is None else self.stages.own_index].replicas
         self.divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
         # A plan knows only one kind of arrays.
-        alike = {t for t in self.read if t is self.resident[t] and t.replica_grouping.num_groups == 1}
+        alike = {t for t in self.unchanged if t is self.resident[t] and t.replica_grouping.num_groups == 1}
         alone = [b for b in self.constant if alike.issuperset(b.tensors) and self.mode != "dispatched"]
-        self.shared = frozenset(t for block in alone if self.replicas.count > 1 for t in block.tensors)
+        self.shared_storages = frozenset(t for block in alone if self.replicas.count > 1 for t in block.tensors)
 
     # Where it is ----------------------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class Layout:
 
     def bytes_of_variables(self) -> dict[Variable, tuple[int, bool]]:
         """Variables resident on the device: bytes per device, and whether the program changes them."""
-        copies = {t: 1 if t in self.shared else self.replicas.per_device for t in self.resident}
+        copies = {t: 1 if t in self.shared_storages else self.replicas.per_device for t in self.resident}
         return {v: (copies[t] * size_in_bytes(t), t in self.changed) for t, v in self.resident.items()}
 
     def bytes_of_buffers(self) -> dict[RemoteBuffer, tuple[int, bool]]:
@@ -252,7 +252,7 @@ class Layout:
 
     def is_replicated(self, block: VariableBlock) -> bool:
         """Whether all replicas share one array."""
-        return block.tensors[0] in self.shared
+        return block.tensors[0] in self.shared_storages
 
     def _spec(self, block: VariableBlock) -> Any:
         if self.is_replicated(block):

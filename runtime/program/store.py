@@ -77,7 +77,7 @@ class VariableStore:
         device: version of the values that are, or were last, on the device.
         values_of_all: values on all replicas, for variables that are read from all, as of the last download.
         run_count: for a program over several processes: number of runs that this one has started.
-        shared: the arrays of other stores, by their slots here, which hold `None` between runs.
+        borrowed: the arrays of other stores, by their slots here, which hold `None` between runs.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -90,7 +90,7 @@ class VariableStore:
         self.host, self.device = ir.host_copies.version, NEVER
         self.values_of_all: dict[Variable, np.ndarray] = {}
         self.run_count = 0
-        self.shared: dict[Slot, BorrowedArray] = {}
+        self.borrowed: dict[Slot, BorrowedArray] = {}
         self._owning_stores: tuple[VariableStore, ...] = ()  # in the common order of locking
         self._changed_stores: tuple[VariableStore, ...] = ()
 
@@ -169,7 +169,7 @@ class VariableStore:
         layout.replicas.barrier("Session.weights_from_host", self.run_count)
 
         def upload_blocks(changes: bool, blocks: Sequence[VariableBlock]) -> list[Array]:
-            own = [Slot(changes, i) not in self.shared for i in range(len(blocks))]
+            own = [Slot(changes, i) not in self.borrowed for i in range(len(blocks))]
             return [put_variables(layout, b, given) if is_own else None for b, is_own in zip(blocks, own, strict=True)]
 
         with layout.precision():
@@ -240,17 +240,17 @@ class VariableStore:
                 raise ValueError(f"Session.use_variables_of: {first!r} cannot be {wanted[first]!r}: {problem}.")
             assert there is not None
             array = BorrowedArray(other, there)
-            also = {each for each, known in (self.shared | found).items() if known == array} - {slot}
+            also = {each for each, known in (self.borrowed | found).items() if known == array} - {slot}
             if also and any(changes for changes, _ in also | {slot}):
                 raise ValueError(
                     f"Session.use_variables_of: {mine[0]!r} cannot be {wanted[mine[0]]!r}: another variable is that "
                     "one already, and this session changes one of the two. Give each a variable of its own."
                 )
             found[slot] = array
-        self.shared.update(found)
-        self._owning_stores = tuple(sorted({each.store for each in self.shared.values()}, key=id))
-        self._changed_stores = tuple(dict.fromkeys(each.store for slot, each in self.shared.items() if slot.changes))
-        self._replace(dict.fromkeys(self.shared))
+        self.borrowed.update(found)
+        self._owning_stores = tuple(sorted({each.store for each in self.borrowed.values()}, key=id))
+        self._changed_stores = tuple(dict.fromkeys(each.store for slot, each in self.borrowed.items() if slot.changes))
+        self._replace(dict.fromkeys(self.borrowed))
 
     def _problem(self, slot: Slot, theirs: Sequence[Tensor | None], other: VariableStore, there: Slot | None) -> str:
         """Reason why an array cannot be shared from another store, with `theirs` as its variables; empty if it can."""
@@ -261,7 +261,7 @@ class VariableStore:
                 "calls are rolled into loops, so it lies in one array with others, and these are not in the same order "
                 "in one array of the other session. Set `ir.options.calledGraphs = 'kept'` for both programs"
             )
-        if there in other.shared:
+        if there in other.borrowed:
             return "the other session has it from a third one; take it from there"
         if slot.changes and not there.changes:
             return "the other session only reads it, and this one changes it: let that session take it from this one"
@@ -298,8 +298,8 @@ class VariableStore:
 
     def gather(self) -> None:
         """Borrow arrays from other stores for a run; raises `PopxlError` if a store has none."""
-        for each in self.shared.values():
-            if each.slot in each.store.shared:
+        for each in self.borrowed.values():
+            if each.slot in each.store.borrowed:
                 raise PopxlError(
                     "Session.run: some variables are those of another session (`use_variables_of`), which has them "
                     "from a third one by now. Take them from there."
@@ -309,16 +309,16 @@ class VariableStore:
                     "Session.run: some variables are those of another session (`use_variables_of`), which is not "
                     "attached. Enter its `with` block first, and leave it last."
                 )
-        self._replace({slot: each.store._array(each.slot) for slot, each in self.shared.items()})
+        self._replace({slot: each.store._array(each.slot) for slot, each in self.borrowed.items()})
 
     def scatter(self) -> None:
         """Return borrowed arrays, as updated by a run."""
-        for slot, each in self.shared.items():
+        for slot, each in self.borrowed.items():
             if slot.changes and self.changing is not None:
                 each.store._replace({each.slot: self.changing[slot.number]})
             elif slot.changes:
                 each.store.changing = None  # donated to a run that failed
-        self._replace(dict.fromkeys(self.shared))
+        self._replace(dict.fromkeys(self.borrowed))
 
     def _array(self, slot: Slot) -> Array:
         constant = self.constant

@@ -99,13 +99,13 @@ class _ChangedArray(NamedTuple):
     """Array that runs change, with variables in it.
 
     Attributes:
-        place: what it is an array of: a remote buffer, or the first variable of a block.
+        owner: what it is an array of: a remote buffer, or the first variable of a block.
         variables: those that runs change.
         rows: function that returns rows of some of these variables, one for each replica, from the array on the host,
             and a number of replicas.
     """
 
-    place: Tensor | RemoteBuffer
+    owner: Tensor | RemoteBuffer
     array: Array | None
     variables: tuple[Variable, ...]
     rows: Callable[[Collection[Variable], np.ndarray, int], Mapping[Variable, np.ndarray]]

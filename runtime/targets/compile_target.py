@@ -52,13 +52,13 @@ class BuildStamp(BaseModel):
     kinds: list[str]
 
 
-def build_stamp(devices: Sequence[jax.Device], is_here: bool = True) -> BuildStamp:
+def build_stamp(devices: Sequence[jax.Device], is_present: bool = True) -> BuildStamp:
     """Build stamp of executables compiled in this process for `devices`."""
     client = devices[0].client
     return BuildStamp(
         **VERSIONS,
         platform=client.platform,
-        platform_version=client.platform_version if is_here else "",
+        platform_version=client.platform_version if is_present else "",
         processor=_processor() if client.platform == "cpu" else "",
         kinds=[device.device_kind for device in devices],
     )
@@ -84,10 +84,10 @@ class CompileTarget:
         count: number of replicas, over all processes.
         dimensions: mesh dimensions of the replicas; by default a single one. See `runtime.targets.mesh`.
         adjacent: number of replicas whose devices for an IPU are adjacent: see `popxl.base.distributed.Share`.
-        is_part: whether these devices form one IPU of a program whose other IPUs may belong to other processes.
+        is_one_ipu: whether these devices form one IPU of a program whose other IPUs may belong to other processes.
         memory_limit: percentage of its memory that XLA's scheduler takes at most, on TPUs and GPUs; `None` for all.
-        is_here: whether the devices are present, in this process or others. If not, this process only compiles for all
-            of them, on whichever hosts they would be.
+        is_present: whether the devices are present, in this process or others. If not, this process only compiles for
+            all of them, on whichever hosts they would be.
 
     Example:
         >>> target = CompileTarget(tuple(jax.devices()), 2)
@@ -99,10 +99,10 @@ class CompileTarget:
 
     devices: tuple[jax.Device, ...]
     count: int = 1
-    is_here: bool = True
+    is_present: bool = True
     dimensions: tuple[Dimension, ...] = ()
     adjacent: int = 1
-    is_part: bool = False
+    is_one_ipu: bool = False
     memory_limit: int | None = None
 
     def of_ipu(self, number: int, ipus: int) -> CompileTarget:
@@ -111,19 +111,19 @@ class CompileTarget:
         devices = [device for own in processes for device in own[: self.count * ipus // len(processes)]]
         rows = (divmod(replica, self.adjacent) for replica in range(self.count))
         chosen = tuple(devices[(row * ipus + number) * self.adjacent + first] for row, first in rows)
-        return replace(self, devices=chosen, is_part=self.is_here and len(processes) > 1)
+        return replace(self, devices=chosen, is_one_ipu=self.is_present and len(processes) > 1)
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether all devices belong to other processes, which compile and run this part too."""
-        return self.is_part and all(each.process_index != jax.process_index() for each in self.devices)
+        return self.is_one_ipu and all(each.process_index != jax.process_index() for each in self.devices)
 
     def has_parts_elsewhere(self, ipus: int) -> bool:
         """Whether every process lacks some of the `ipus` IPUs of each replica."""
-        return self.is_here and any(self.of_ipu(i, ipus).is_elsewhere for i in range(ipus))
+        return self.is_present and any(self.of_ipu(i, ipus).is_elsewhere for i in range(ipus))
 
     def _by_process(self) -> list[list[jax.Device]]:
-        if not self.is_here:
+        if not self.is_present:
             return [list(self.devices)]
         return [list(processes) for _, processes in groupby(self.devices, lambda device: device.process_index)]
 
@@ -135,17 +135,17 @@ class CompileTarget:
     @property
     def build_stamp(self) -> BuildStamp:
         """Build stamp of executables compiled in this process for this target."""
-        return build_stamp(self.devices, self.is_here)
+        return build_stamp(self.devices, self.is_present)
 
     @cached_property
     def replicas(self) -> Replicas:
         """Replicas across all processes, with their mesh."""
-        processes = [list(self.devices)] if self.is_part else self._by_process()
+        processes = [list(self.devices)] if self.is_one_ipu else self._by_process()
         devices = [device for own in processes for device in own[: self.count // len(processes)]]
         if 1 < self.count <= len(devices):
             devices = laid(devices, self.dimensions)
-        is_absent = not self.is_here or self.is_elsewhere
-        is_divided = self.is_part or len(processes) > 1
+        is_absent = not self.is_present or self.is_elsewhere
+        is_divided = self.is_one_ipu or len(processes) > 1
         kind = DescribedReplicas if is_absent else DividedReplicas if is_divided else Replicas
         return kind(self.count, devices, self.dimensions)
 
@@ -179,11 +179,11 @@ class CompileTarget:
         Raises:
             PopxlError: if an op needs devices of its own: a `shard_map` over several.
         """
-        platforms = None if self.replicas.is_here else ("cuda" if self.platform == "gpu" else self.platform,)
+        platforms = None if self.replicas.is_present else ("cuda" if self.platform == "gpu" else self.platform,)
         try:
             # Else JAX would query a real GPU for the vendor of a described one, and use the CPU for everything if all
             # arrays are in host memory.
-            with nullcontext() if self.replicas.is_here else jax.default_device(self.replicas.device):
+            with nullcontext() if self.replicas.is_present else jax.default_device(self.replicas.device):
                 return jitted.trace(*arguments).lower(lowering_platforms=platforms)
         except ValueError as problem:
             if _OTHER_DEVICES_MESSAGE not in str(problem):
@@ -206,9 +206,9 @@ class CompileTarget:
         except jax.errors.JaxRuntimeError as problem:
             if self.memory_limit is not None and "No such compile option" in str(problem):
                 return replace(self, memory_limit=None).compile(lowered)
-            if not self.is_here and _NO_TILES_MESSAGE in str(problem):
+            if not self.is_present and _NO_TILES_MESSAGE in str(problem):
                 return self._compiled(lowered, {**_EXACT_ROUNDING, **_PRODUCTS_BY_CUBLAS})
-            if self.is_here or "RESOURCE_EXHAUSTED" not in str(problem):
+            if self.is_present or "RESOURCE_EXHAUSTED" not in str(problem):
                 raise
             raise DoesNotFit(
                 f"Session: the program does not fit into the memory of a {self.devices[0].device_kind}: {problem} "
@@ -218,7 +218,7 @@ class CompileTarget:
     def _compiled(self, lowered: Any, options: Mapping[str, str | bool] | None) -> Any:
         """Compile a lowered function with explicit XLA options."""
         takes_something = jax.tree.leaves(lowered.args_info)  # without arguments it is compiled for one device
-        devices = self.replicas.devices if not self.is_here and takes_something else None
+        devices = self.replicas.devices if not self.is_present and takes_something else None
         return lowered.compile(compiler_options=options, device_assignment=devices)
 
 

@@ -54,7 +54,7 @@ class Replicas:
         dimensions: mesh dimensions, the outermost first; by default a single one.
 
     Attributes:
-        is_here: whether their devices can run a program, as opposed to offline targets.
+        is_present: whether their devices can run a program, as opposed to offline targets.
         mesh: the devices, as the replicas stand; `None` if they all run on one device. Only on a mesh of one dimension
             do JAX's collectives take groups of it (`axis_index_groups`).
         axis: the names of all dimensions, which together count the replicas.
@@ -62,7 +62,7 @@ class Replicas:
         device: the first device of this process.
     """
 
-    is_here = True
+    is_present = True
 
     def __init__(self, count: int = 1, devices: Sequence[Any] = (None,), dimensions: Sequence[Dimension] = ()) -> None:
         self.count = count
@@ -293,7 +293,7 @@ class DividedReplicas(Replicas):
 class DescribedReplicas(Replicas):
     """Replicas on absent devices, with abstract arrays only."""
 
-    is_here = False
+    is_present = False
 
     def transfer(self, array: np.ndarray, sharding: Any) -> Array:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

@@ -338,7 +338,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
 """
     )
     account = account_of(module)
-    assert [each.is_again for each in account.collectives] == [False, True]
+    assert [each.is_repeated for each in account.collectives] == [False, True]
     ir = popxl.Ir(replication=2)
     with ir.main_graph:
         y = C.replicated_all_reduce(ops.host_load(popxl.h2d_stream((8,), popxl.float32)))

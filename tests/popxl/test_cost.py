@@ -59,8 +59,8 @@ def test_what_is_reduced_counts_by_what_is_done_to_each_element() -> None:
     x = jnp.arange(5 * 12, dtype=jnp.float32).reshape(5, 12)
     account, said = analysed(function, x, jnp.asarray([4, 0, 1]))
     windows, scattered = 5 * 3 * 4 * 2, 3 * 12
-    assert windows + scattered <= account.total.others <= 1.3 * (windows + scattered)
-    assert account.total.others == pytest.approx(said["flops"], rel=0.3)
+    assert windows + scattered <= account.total.elementwise <= 1.3 * (windows + scattered)
+    assert account.total.elementwise == pytest.approx(said["flops"], rel=0.3)
 
 
 def test_calls_of_libraries_are_read() -> None:

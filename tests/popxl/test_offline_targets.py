@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_said() -> None:
 
     device = jax.devices("cpu")[0]
     with pytest.raises(popxl.errors.PopxlError, match="does not fit into the memory of a cpu: RESOURCE_EXHAUSTED: Ran"):
-        CompileTarget((device,), is_here=False).compile(TooLarge())
+        CompileTarget((device,), is_present=False).compile(TooLarge())
     with pytest.raises(jax.errors.JaxRuntimeError):
         CompileTarget((device,)).compile(TooLarge())
 

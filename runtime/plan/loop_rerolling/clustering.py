@@ -47,7 +47,7 @@ class Clustering:
     Attributes:
         signatures: signatures of the ops. Ops of one signature may be counterparts in different iterations.
         returned: storages that are read after them.
-        place: positions of the ops in the program.
+        positions: positions of the ops in the program.
         is_rare: whether an op has too few counterparts for a loop.
         slots: slots of remote buffers that ops load from or store to, by constant numbers.
         needs, followers: ops that an op comes after, and those that come after it.
@@ -55,7 +55,7 @@ class Clustering:
 
     def __init__(self, ops: Sequence[Op], signatures: OpSignatures, returned: Container[Tensor]) -> None:
         self.ops, self.signatures, self.returned = ops, signatures, returned
-        self.place = {op: i for i, op in enumerate(ops)}
+        self.positions = {op: i for i, op in enumerate(ops)}
         count = Counter(map(signatures.signature, ops))
         self.is_rare = {op: count[signatures.signature(op)] < FEWEST for op in ops}
         self.slots = _slots(ops, signatures)
@@ -78,7 +78,7 @@ class Clustering:
         ordered: list[Op] = []
         found: set[Op] = set()
         written: set[Tensor] = set()
-        for op in (*clustered, *sorted(late, key=self.place.__getitem__)):
+        for op in (*clustered, *sorted(late, key=self.positions.__getitem__)):
             if op in found:
                 continue
             before, waiting = {op}, [op]
@@ -88,7 +88,7 @@ class Clustering:
                 new = {n for n in needed if n not in found or repeated.get(n) not in (None, *written)} - before
                 before |= new
                 waiting += new
-            ordered += sorted(before, key=self.place.__getitem__)
+            ordered += sorted(before, key=self.positions.__getitem__)
             found |= before
             written.update(root for i in op.modified for root in self.signatures.roots(op.inputs[i]))
         return ordered

@@ -44,9 +44,9 @@ class _Alignment:
         self._template = max(range(len(iterations)), key=lambda i: len(set(found[i])))
         self._by_iteration = _columns(found, self._template)
         template = iterations[self._template]
-        self._written = {root for op in template for i in overwritten(op) for root in roots(op.inputs[i])}
-        self._made = {t for op in template for t in op.outputs if t in self._by_iteration}
-        self._inside = {t for name in self._made for t in self._by_iteration[name]}
+        self._overwritten = {root for op in template for i in overwritten(op) for root in roots(op.inputs[i])}
+        self._results = {t for op in template for t in op.outputs if t in self._by_iteration}
+        self._iteration_results = {t for name in self._results for t in self._by_iteration[name]}
         self._check_written()
 
     def _check_written(self) -> None:
@@ -55,7 +55,7 @@ class _Alignment:
         for storages in zip(*self._by_iteration.values(), strict=True):
             count = Counter(storages)
             for name, storage in zip(names, storages, strict=True):
-                if name in self._written and count[storage] > 1:
+                if name in self._overwritten and count[storage] > 1:
                     raise NotRerollable(f"a turn overwrites {storage!r}, and is given it in another place, too")
 
     def loop(self, read_later: Container[Tensor]) -> RerolledLoop:
@@ -66,19 +66,19 @@ class _Alignment:
 
     def _find_inputs(self) -> Iterator[LoopInput]:
         for name, by_iteration in self._by_iteration.items():
-            if name in self._made:
+            if name in self._results:
                 continue
-            is_written = name in self._written
-            if self._inside.isdisjoint(by_iteration):
+            is_written = name in self._overwritten
+            if self._iteration_results.isdisjoint(by_iteration):
                 yield LoopInput(name, by_iteration, is_written)
             elif is_written:
                 raise NotRerollable(f"a turn overwrites {name!r}, which an earlier one has made")
             else:
-                yield LoopInput(name, by_iteration, before=self._carried_from(name, by_iteration))
+                yield LoopInput(name, by_iteration, carried_from=self._carried_from(name, by_iteration))
 
     def _carried_from(self, name: Tensor, by_iteration: Sequence[Tensor]) -> Tensor:
         """Find the storage whose value the next iteration takes under a name."""
-        if by_iteration[0] not in self._inside:
+        if by_iteration[0] not in self._iteration_results:
             for source, handed in self._by_iteration.items():
                 if handed[:-1] == by_iteration[1:]:
                     return source
@@ -87,9 +87,9 @@ class _Alignment:
     def _find_outputs(self, inputs: Sequence[LoopInput], read_later: Container[Tensor]) -> Iterator[LoopOutput]:
         """Find outputs with later users. The initial value of a carried input is packed before them: a layer's gradient
         reads the layer's input, say."""
-        firsts = {t.before: t.by_iteration[0] for t in inputs if t.before is not None}
+        firsts = {t.carried_from: t.by_iteration[0] for t in inputs if t.carried_from is not None}
         for name in self._by_iteration:
-            if name in self._made:
+            if name in self._results:
                 by_iteration = self._by_iteration[name]
                 read = [t in read_later for t in by_iteration]
                 if any(read[:-1]):

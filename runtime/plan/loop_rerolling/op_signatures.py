@@ -18,7 +18,7 @@ class OpSignatures:
     """
 
     def __init__(self, structures: Structures, same: Mapping[Tensor, Tensor]) -> None:
-        self._same = same
+        self._aliases = same
         self._function = StructuralEncoder(structures).function
         self._numbers: dict[Any, int] = {}
         self._resolved: dict[Tensor, tuple[int, tuple[Tensor, ...]]] = {}
@@ -49,15 +49,15 @@ class OpSignatures:
 
     def _bases_of(self, t: Tensor) -> list[Tensor]:
         """Alias of a tensor, or bases of a view; none for other tensors."""
-        if t in self._same:
-            return [self._same[t].origin]
+        if t in self._aliases:
+            return [self._aliases[t].origin]
         view = view_of(t)
         return [] if view is None else [base.origin for base in view.inputs]
 
     def _resolve(self, t: Tensor) -> tuple[int, tuple[Tensor, ...]]:
         """Signature number and storages of a tensor; those of its bases are known."""
         view, bases = view_of(t), [self._resolved[base] for base in self._bases_of(t)]
-        if t in self._same:
+        if t in self._aliases:
             return bases[0]
         if view is None:
             return self._number(t.spec.to_tuple()), (t,)

@@ -40,7 +40,7 @@ class Rerolling(ProgramOrder):
 
     Attributes:
         packed: variables packed into one array each, for successive iterations of a loop.
-        same: tensors of inlined graphs by their equivalents in the calling graph, and vice versa.
+        aliases: tensors of inlined graphs by their equivalents in the calling graph, and vice versa.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Rerolling(ProgramOrder):
         structures = Structures(main)
         self._size = structures.size
         inlined = InlinedGraphs(main)
-        self.same = inlined.aliases
+        self.aliases = inlined.aliases
         signatures = OpSignatures(structures, inlined.aliases)
         self._reasons: dict[Graph, str] = {}
         sharing = (op for graph in reachable(main) for op in graph.ops if shares_by_reference(op))
@@ -177,9 +177,9 @@ class _PackingAnalysis:
             ops = [item for item in items if isinstance(item, Op)]
             if len(ops) < len(items) or any(not self._with_loops.isdisjoint(op.called_graphs) for op in ops):
                 self._with_loops.add(graph)
-        self._held = frozenset(held)
+        self._resident = frozenset(held)
         self._computed: list[tuple[Tensor, ...]] = []
-        self._known_apart: set[Graph] = set()
+        self._visited_separately: set[Graph] = set()
         self._requests: list[_PackingRequest] = []
         self.refused: dict[RerolledLoop, str] = {}
 
@@ -209,8 +209,8 @@ class _PackingAnalysis:
     def _visit_separately(self, ops: Sequence[Op]) -> None:
         """Visit graphs run by ops, each once, with unknown sources."""
         for callee in dict.fromkeys(callee for op in ops for callee in op.called_graphs):
-            if callee in self._with_loops and callee not in self._known_apart:
-                self._known_apart.add(callee)
+            if callee in self._with_loops and callee not in self._visited_separately:
+                self._visited_separately.add(callee)
                 self.visit_graph(callee, {})
 
     def _input_sources(self, run: Run, sources: dict[Tensor, Source]) -> dict[Tensor, Source]:
@@ -230,7 +230,7 @@ class _PackingAnalysis:
 
     def _visit_loop(self, loop: RerolledLoop, sources: dict[Tensor, Source]) -> None:
         for loop_input in loop.inputs:
-            if loop_input.before is None and len(set(loop_input.by_iteration)) > 1:
+            if loop_input.carried_from is None and len(set(loop_input.by_iteration)) > 1:
                 self._note_packing(loop, loop_input, sources)
         for loop_output in loop.outputs:
             if not loop_output.is_last_only:
@@ -245,13 +245,13 @@ class _PackingAnalysis:
         rows_by_output = Counter(source[0] for source in found if isinstance(source, tuple))
         size = len(storages) * size_in_bytes(loop_input.storage)
         alone = len(found) - max(rows_by_output.values(), default=0)
-        made = [t for t in variables if t not in self._held]
+        made = [t for t in variables if t not in self._resident]
         if len(variables) == len(found) and not made:
             self._requests.append(_PackingRequest(loop, loop_input, tuple(variables)))
         elif len(made) == len(found) and len({t.graph for t in made}) == 1 and size > SMALL:
             self._computed.append(tuple(made))
         elif (
-            size > SMALL and alone > (not loop_input.is_written) and not all(isinstance(t, Constant) for t in storages)
+            size > SMALL and alone > (not loop_input.is_modified) and not all(isinstance(t, Constant) for t in storages)
         ):
             self.refused.setdefault(
                 loop,
@@ -297,6 +297,6 @@ def _roles(group: Sequence[Tensor], requests: Sequence[_PackingRequest]) -> obje
     if size_in_bytes(first) > NARROW or not in_each or len({w.loop for w in requests}) < len(requests):
         return first  # no similar tensors
     place = {t: n for n, t in enumerate(group)}
-    of_loops = tuple((w.loop, w.loop_input.is_written, tuple(place[t] for t in w.variables)) for w in requests)
+    of_loops = tuple((w.loop, w.loop_input.is_modified, tuple(place[t] for t in w.variables)) for w in requests)
     replicas = tuple(first.replica_grouping.assignment) if isinstance(first, Variable) else None
     return first.spec.to_tuple(), replicas, of_loops

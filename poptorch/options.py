@@ -97,14 +97,14 @@ class Options(_ReportOptions, _DeviceOptions, _BatchOptions):
         "randomSeed",
     )
     anchored_tensors: dict[str, Anchor] = setting(
-        {}, "tensors within the model that `getAnchoredTensor` gives", "anchorTensor", shown="none"
+        {}, "tensors within the model that `getAnchoredTensor` gives", "anchorTensor", default_text="none"
     )
     executable_cache: str | None = setting(
         None,
         "the folder in which compiled programs are kept, so that they are not compiled again",
         "enableExecutableCaching",
         make=lambda: os.environ.get("POPTORCH_CACHE_DIR") or None,
-        shown="the environment variable POPTORCH_CACHE_DIR, or none",
+        default_text="the environment variable POPTORCH_CACHE_DIR, or none",
         of_the_run=True,
     )
     kept_programs: int = setting(
@@ -121,7 +121,7 @@ class Options(_ReportOptions, _DeviceOptions, _BatchOptions):
         "updatableNamedBuffers",
         valid=strings,
         expects="a list of strings",
-        shown="none",
+        default_text="none",
     )
     execution_strategy: _IExecutionStrategy = setting(
         PipelinedExecution(),

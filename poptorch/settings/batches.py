@@ -35,7 +35,7 @@ class _BatchOptions(OptionsDict):
         OutputMode.Default,
         "which results of a call come back",
         "outputMode",
-        shown="Default: Final in training, All in inference",
+        default_text="Default: Final in training, All in inference",
     )
     output_return_period: int = setting(1, "every how many iterations, with `OutputMode.EveryN`", "outputMode")
     partial_batch: PartialBatch = setting(

@@ -24,9 +24,9 @@ class _DeviceOptions(OptionsDict):
         "models run on the CPU",
         "useIpuModel",
         make=lambda: flag("POPTORCH_IPU_MODEL") or flag("POPTORCH_SMALL_IPU_MODEL"),
-        shown="False, unless POPTORCH_IPU_MODEL or POPTORCH_SMALL_IPU_MODEL is set",
+        default_text="False, unless POPTORCH_IPU_MODEL or POPTORCH_SMALL_IPU_MODEL is set",
     )
-    ipu_id: int | None = setting(None, "the number of the device that models run on", "useIpuId", shown="any")
+    ipu_id: int | None = setting(None, "the number of the device that models run on", "useIpuId", default_text="any")
     ipu_version: int | None = setting(
         None,
         "models are only compiled, for no device of this machine; the version itself has no effect here",

@@ -45,7 +45,7 @@ class _TrainingOptions(OptionsDict):
         MeanReductionStrategy.Post,
         "when a mean is divided, which decides its rounding and whether float16 gradients overflow",
         "setMeanAccumulationAndReplicationReductionStrategy",
-        shown="Post; Running if the optimiser accumulates in float16",
+        default_text="Post; Running if the optimiser accumulates in float16",
     )
     automatic_loss_scaling: bool = setting(
         False, "the loss scale is state of the program, adjusted to the gradients in float16", "setAutomaticLossScaling"
@@ -248,7 +248,7 @@ class _DistributedOptions(OptionsDict):
         "which part of the data set this process reads",
         "configureProcessId",
         make=lambda: _environment_integer(_OMPI_NAMES[1], 0),
-        shown="the environment variable OMPI_COMM_WORLD_RANK, or 0",
+        default_text="the environment variable OMPI_COMM_WORLD_RANK, or 0",
     )
     num_processes: int = setting(
         1,
@@ -257,7 +257,7 @@ class _DistributedOptions(OptionsDict):
         valid=positive,
         expects="a positive integer",
         make=lambda: _environment_integer(_OMPI_NAMES[0], 1),
-        shown="the environment variable OMPI_COMM_WORLD_SIZE, or 1",
+        default_text="the environment variable OMPI_COMM_WORLD_SIZE, or 1",
     )
 
     @property

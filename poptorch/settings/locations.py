@@ -107,35 +107,35 @@ class _TensorLocationOptions(OptionsDict):
         valid=lambda count: count is None or (32 <= count <= 192 and count % 2 == 0),
         expects="an even number from 32 to 192",
         words="numIOTiles must be an even number between 32 and 192.",
-        shown="none",
+        default_text="none",
     )
     activation_location: TensorLocationSettings = setting(
         TensorLocationSettings(),
         "with `useOnChipStorage(False)`, what the backward pass reads of the forward pass is in the memory of the host "
         "meanwhile (`popxl.ops.offload`)",
         "setActivationLocation",
-        shown="unset",
+        default_text="unset",
     )
     weight_location: TensorLocationSettings = setting(
         TensorLocationSettings(),
         "with `useOnChipStorage(False)`, parameters, and buffers that `forward` does not overwrite, are in remote "
         "buffers (`popxl`); each layer loads its own, once in the forward pass and once in the backward pass",
         "setWeightLocation",
-        shown="unset",
+        default_text="unset",
     )
     optimizer_location: TensorLocationSettings = setting(
         TensorLocationSettings(),
         "with `useOnChipStorage(False)`, the state of the optimiser is in remote buffers (`popxl`); a step loads and "
         "stores that of one parameter after the other",
         "setOptimizerLocation",
-        shown="unset",
+        default_text="unset",
     )
     accumulator_location: TensorLocationSettings = setting(
         TensorLocationSettings(),
         "with `useOnChipStorage(False)`, gradients are summed over micro-batches in remote buffers (`popxl`); the "
         "backward pass loads and stores one sum after the other",
         "setAccumulatorLocation",
-        shown="unset",
+        default_text="unset",
     )
 
     def _set(self, **values: Any) -> Self:

@@ -27,11 +27,11 @@ class _ReportOptions(OptionsDict):
         "the folder to which reports about the model are written",
         "enableProfiling",
         make=requested_profile_dir,
-        shown="none, unless POPLAR_ENGINE_OPTIONS or PVTI_OPTIONS asks for reports",
+        default_text="none, unless POPLAR_ENGINE_OPTIONS or PVTI_OPTIONS asks for reports",
         of_the_run=True,
     )
     model_name: str | None = setting(
-        None, "the name of the model in reports", "modelName", shown="training or inference"
+        None, "the name of the model in reports", "modelName", default_text="training or inference"
     )
     log_dir: str = setting(".", f"{NO_EFFECT}: messages go to Python's logging", "logDir", of_the_run=True)
     max_repeat_logs: int | None = setting(4, NO_EFFECT, "maxRepeatLogs", kind=int | None)
@@ -55,7 +55,7 @@ class _ReportOptions(OptionsDict):
         valid=strings,
         expects="a list of strings",
         make=_library_folders,
-        shown="the folders of torch and of this library",
+        default_text="the folders of torch and of this library",
     )
     log_cycle_count: bool = setting(False, "`cycleCount` may be asked", "logCycleCount")
 

@@ -36,7 +36,7 @@ class Exchange(Record):
     Attributes:
         kind: kind of collective: "all-reduce".
         group_size: number of chips in a group: two in a `"collective-permute"`, in which each chip sends to one other.
-        said, said_bytes: number of executions in a run according to the program, and their bytes. Where several
+        expected, expected_bytes: number of executions in a run according to the program, and their bytes. Where several
             processes drive CPU devices, a reduce-scatter is an all-to-all, whose parts each replica adds itself, and a
             sum of more than two replicas an all-to-all and an all-gather.
         needed_bytes: bytes of those with uses other than a sum with another one's result.
@@ -49,35 +49,55 @@ class Exchange(Record):
 
     kind: str
     group_size: int
-    said: int
-    said_bytes: int
+    expected: int
+    expected_bytes: int
     needed_bytes: int
     compiled: int
     compiled_bytes: int
     repeated_bytes: int
     verdict: Verdict
 
+    @property
+    def said(self) -> int:
+        """`expected`, by its name in earlier versions."""
+        return self.expected
+
+    @property
+    def said_bytes(self) -> int:
+        """`expected_bytes`, by its name in earlier versions."""
+        return self.expected_bytes
+
 
 class Copied(Record):
     """Copies between the IPUs of a replica in one run.
 
     Attributes:
-        said, said_bytes: number of copies in the program, and their bytes.
+        expected, expected_bytes: number of copies in the program, and their bytes.
         compiled, compiled_bytes: number of copies that a run makes. They are more where ops read tensors of another
             IPU, and where state is changed on another IPU than it is read.
     """
 
-    said: int
-    said_bytes: int
+    expected: int
+    expected_bytes: int
     compiled: int
     compiled_bytes: int
+
+    @property
+    def said(self) -> int:
+        """`expected`, by its name in earlier versions."""
+        return self.expected
+
+    @property
+    def said_bytes(self) -> int:
+        """`expected_bytes`, by its name in earlier versions."""
+        return self.expected_bytes
 
 
 class CommunicationReport(OnPage, Record):
     """Communication between chips in a run: as written in the program, and as compiled.
 
     Attributes:
-        said: communication of the program: `ir.communication()`.
+        program: communication of the program: `ir.communication()`.
         is_sent: whether replicas are on separate chips. On one device nothing is sent, and nothing is compared.
         exchanges: both, by kinds and sizes of groups.
         copied: copies between IPUs; `None` if one device represents all.
@@ -90,47 +110,52 @@ class CommunicationReport(OnPage, Record):
         >>> print(sent)
     """
 
-    said: Communication
+    program: Communication
     is_sent: bool
     exchanges: tuple[Exchange, ...]
     copied: Copied | None = None
     is_ordered: bool = False
 
     @property
+    def said(self) -> Communication:
+        """`program`, by its name in earlier versions."""
+        return self.program
+
+    @property
     def differences(self) -> tuple[str, ...]:
         """Unexpected differences, as sentences."""
         return tuple(
-            f"{e.kind} in groups of {e.group_size}: the program says {e.said} of {bytes_text(e.said_bytes)} in all, "
-            f"and {e.compiled} of {bytes_text(e.compiled_bytes)} were compiled{_repeated_text(e)}."
+            f"{e.kind} in groups of {e.group_size}: the program says {e.expected} of {bytes_text(e.expected_bytes)} in "
+            f"all, and {e.compiled} of {bytes_text(e.compiled_bytes)} were compiled{_repeated_text(e)}."
             for e in self.exchanges
             if e.verdict == "differs"
         )
 
     def page(self) -> Page:
         """Page for `print` and notebooks."""
-        title = f"Communication of {self.said.name}, as it was compiled"
+        title = f"Communication of {self.program.name}, as it was compiled"
         if not self.is_sent:
             where = "on one device" if self.copied is None else "on the same devices"
             summary = f"All replicas are {where}: they send each other nothing."
-            return Page(title, [summary, *self._between_ipus(), self.said.page()])
+            return Page(title, [summary, *self._between_ipus(), self.program.page()])
         columns = ["collective", "groups of", "said", "bytes", "compiled", "bytes", ""]
         rows = [
-            [e.kind, str(e.group_size), str(e.said), bytes_text(e.said_bytes), str(e.compiled)]
+            [e.kind, str(e.group_size), str(e.expected), bytes_text(e.expected_bytes), str(e.compiled)]
             + [bytes_text(e.compiled_bytes), e.verdict]
             for e in self.exchanges
         ]
         notes = ["Nothing is sent that the program does not say." if not self.differences else "Something differs."]
         if self.is_ordered:
             notes.append("CPU devices of several processes sum in the order of the replicas, by all-to-all.")
-        return Page(title, [*notes, Table(columns, rows), *self._between_ipus(), self.said.page()])
+        return Page(title, [*notes, Table(columns, rows), *self._between_ipus(), self.program.page()])
 
     def _between_ipus(self) -> list[str]:
         if self.copied is None:
             return []
-        said, compiled = bytes_text(self.copied.said_bytes), bytes_text(self.copied.compiled_bytes)
+        expected, compiled = bytes_text(self.copied.expected_bytes), bytes_text(self.copied.compiled_bytes)
         return [
             f"IPUs copy {self.copied.compiled} tensors of {compiled} in all from each other; the program says "
-            f"{self.copied.said} of {said}."
+            f"{self.copied.expected} of {expected}."
         ]
 
 
@@ -148,49 +173,51 @@ class _OrderedRecorder(OrderedSums, ExchangeRecorder):
 def communication_of_program(ir: Ir, program: CompiledProgram) -> CommunicationReport:
     """Compare a compiled program's traffic with its Ir. See `Session.communication`."""
     check_whole(program, "communication")
-    said, count = communication_of(ir), program.layout.replicas.count
-    copied = _copied(said, program)
+    expected, count = communication_of(ir), program.layout.replicas.count
+    copied = _copied(expected, program)
     if program.layout.replicas.mesh is None:
-        return CommunicationReport(said=said, is_sent=False, exchanges=(), copied=copied)
+        return CommunicationReport(program=expected, is_sent=False, exchanges=(), copied=copied)
     totals: dict[tuple[str, int], _Totals] = {}
     added: set[tuple[str, int]] = set()
     is_ordered = sums_are_ordered(program.layout.replicas)
-    for each in (communication_of(ir, _OrderedRecorder) if is_ordered else said).collectives:
+    for each in (communication_of(ir, _OrderedRecorder) if is_ordered else expected).collectives:
         size = 2 if each.kind == "collective-permute" else each.group_size
-        of = totals.setdefault((each.kind, size), _Totals())
-        of.said += each.turns
-        of.said_bytes += each.turns * each.bytes
+        total = totals.setdefault((each.kind, size), _Totals())
+        total.expected += each.turns
+        total.expected_bytes += each.turns * each.bytes
         if each.is_added:
             added.add((each.kind, size))
         else:
-            of.needed_bytes += each.needed * each.bytes
-    for found in account_of_program(program).collectives:
-        of = totals.setdefault((found.kind, found.group_size or count), _Totals())
-        of.compiled += found.runs
-        of.compiled_bytes += found.runs * found.bytes
-        of.repeated_bytes += found.runs * found.bytes * found.is_repeated
+            total.needed_bytes += each.needed * each.bytes
+    for collective in account_of_program(program).collectives:
+        total = totals.setdefault((collective.kind, collective.group_size or count), _Totals())
+        total.compiled += collective.runs
+        total.compiled_bytes += collective.runs * collective.bytes
+        total.repeated_bytes += collective.runs * collective.bytes * collective.is_repeated
     exchanges = tuple(
-        Exchange(kind=kind, group_size=size, **vars(of), verdict=_verdict(kind, size, totals, added))
-        for (kind, size), of in totals.items()
+        Exchange(kind=kind, group_size=size, **vars(total), verdict=_verdict(kind, size, totals, added))
+        for (kind, size), total in totals.items()
     )
-    return CommunicationReport(said=said, is_sent=True, exchanges=exchanges, copied=copied, is_ordered=is_ordered)
+    return CommunicationReport(
+        program=expected, is_sent=True, exchanges=exchanges, copied=copied, is_ordered=is_ordered
+    )
 
 
-def _copied(said: Communication, program: CompiledProgram) -> Copied | None:
+def _copied(expected: Communication, program: CompiledProgram) -> Copied | None:
     """Copies between IPUs; `None` unless IPUs are separate devices."""
     if len(program.layout.ipus) == 1:
         return None
-    count, bytes = said.totals.get(COPY, (0, 0))
+    count, nbytes = expected.totals.get(COPY, (0, 0))
     timing = copies_of(program)
-    return Copied(said=count, said_bytes=bytes, compiled=timing.copies, compiled_bytes=timing.copied_bytes)
+    return Copied(expected=count, expected_bytes=nbytes, compiled=timing.copies, compiled_bytes=timing.copied_bytes)
 
 
 @dataclass(eq=False)
 class _Totals:
     """Sums over all exchanges of one kind and group size, with the fields of `Exchange`."""
 
-    said: int = 0
-    said_bytes: int = 0
+    expected: int = 0
+    expected_bytes: int = 0
     needed_bytes: int = 0
     compiled: int = 0
     compiled_bytes: int = 0
@@ -201,23 +228,24 @@ def _verdict(
     kind: str, size: int, totals: Mapping[tuple[str, int], _Totals], added: Collection[tuple[str, int]]
 ) -> Verdict:
     """Classify how XLA compiled exchanges of one kind; `added` lists kinds with exchanges added to other exchanges."""
-    of = totals[kind, size]
-    most, bytes, least = of.said, of.said_bytes, of.needed_bytes
-    small = [totals.get((each, size), _Totals()) for each in ("reduce-scatter", "all-gather")]
-    moved = [each for each in small if each.compiled_bytes < each.needed_bytes]
-    whole = totals.get(("all-reduce", size), _Totals())
+    compared = totals[kind, size]
+    expected, upper, lower = compared.expected, compared.expected_bytes, compared.needed_bytes
+    alternatives = [totals.get((each, size), _Totals()) for each in ("reduce-scatter", "all-gather")]
+    moved = [each for each in alternatives if each.compiled_bytes < each.needed_bytes]
+    all_reduce = totals.get(("all-reduce", size), _Totals())
     is_made_up_for = (
-        whole.needed_bytes + sum(each.needed_bytes - each.compiled_bytes for each in moved)
-        <= whole.compiled_bytes
-        <= whole.said_bytes + sum(each.said_bytes - each.compiled_bytes for each in moved)
+        all_reduce.needed_bytes + sum(each.needed_bytes - each.compiled_bytes for each in moved)
+        <= all_reduce.compiled_bytes
+        <= all_reduce.expected_bytes + sum(each.expected_bytes - each.compiled_bytes for each in moved)
     )
     if moved and is_made_up_for:
-        if of in moved:
+        if compared in moved:
             return "as all-reduce"
-        if of is whole:
-            most, bytes, least = most + sum(each.said for each in moved), of.compiled_bytes, of.compiled_bytes
-    if not least <= of.compiled_bytes <= bytes or of.compiled > most:
+        if compared is all_reduce:
+            expected, upper = expected + sum(each.expected for each in moved), compared.compiled_bytes
+            lower = upper
+    if not lower <= compared.compiled_bytes <= upper or compared.compiled > expected:
         return "differs"
-    if of.compiled_bytes < bytes:
+    if compared.compiled_bytes < upper:
         return "added first" if (kind, size) in added else "not all needed"
-    return "the same" if of.compiled == most else "merged"
+    return "the same" if compared.compiled == expected else "merged"

@@ -174,13 +174,13 @@ def training(options: argparse.Namespace) -> tuple[popxl.Ir, StageContext]:
 def wires(cost: Any, sent: Any) -> Table:
     """What a step sends along each axis and from stage to stage: in the program, as compiled, and over which wires."""
     said = Counter[str]()
-    for each in sent.said.collectives:
+    for each in sent.program.collectives:
         said[each.groups.rpartition("along ")[2].replace(", ", " × ")] += each.turns * each.bytes
     rows = [
         [axis.name, bytes_text(said[axis.name]), bytes_text(axis.bytes), axis.over, seconds_text(axis.seconds)]
         for axis in cost.axes
     ]
-    copied = [bytes_text(sent.copied.said_bytes), bytes_text(sent.copied.compiled_bytes)]
+    copied = [bytes_text(sent.copied.expected_bytes), bytes_text(sent.copied.compiled_bytes)]
     return Table(["axis", "in the program", "compiled", "over", "takes"], [*rows, ["stage", *copied, "", ""]])
 
 

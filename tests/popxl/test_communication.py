@@ -156,8 +156,8 @@ def test_compiled_as_the_program_says(calls: str) -> None:
     sent = popxl.Session(ir, device()).communication()
     assert sent.is_sent and not sent.differences, sent
     assert {(e.kind, e.group_size, e.compiled_bytes) for e in sent.exchanges} == {
-        (kind, size, sum(e.bytes * e.turns for e in sent.said.collectives if (e.kind, e.group_size) == (kind, size)))
-        for kind, size in {(e.kind, e.group_size) for e in sent.said.collectives}
+        (kind, size, sum(e.bytes * e.turns for e in sent.program.collectives if (e.kind, e.group_size) == (kind, size)))
+        for kind, size in {(e.kind, e.group_size) for e in sent.program.collectives}
     }
     assert "Nothing is sent that the program does not say." in str(sent)
 
@@ -200,7 +200,7 @@ def test_what_is_exchanged_twice_may_be_once() -> None:
             ops.host_store(popxl.d2h_stream(t.shape, t.dtype), t)
     assert [e.needed for e in ir.communication().collectives] == [1, 0, 1, 1]
     sent = popxl.Session(ir, device(2)).communication()
-    assert not sent.differences and {e.kind: e.said for e in sent.exchanges} == {"all-reduce": 3, "all-gather": 1}
+    assert not sent.differences and {e.kind: e.expected for e in sent.exchanges} == {"all-reduce": 3, "all-gather": 1}
 
 
 def sums(added: bool) -> popxl.Ir:
@@ -401,7 +401,7 @@ def test_targets_send_what_the_program_says(description: str) -> None:
 @pytest.mark.targets
 def test_a_gpu_adds_first() -> None:
     sent = popxl.Session(sums(True), "gpu h100:2").communication()
-    assert [(e.said, e.compiled, e.verdict) for e in sent.exchanges] == [(2, 1, "added first")], sent
+    assert [(e.expected, e.compiled, e.verdict) for e in sent.exchanges] == [(2, 1, "added first")], sent
 
 
 @pytest.mark.targets

@@ -96,7 +96,7 @@ def test_an_update_on_another_ipu_is_copied_there_and_back() -> None:
     with pytest.warns(popxl.errors.CrossingUpdateWarning):
         session = popxl.Session(ir, "ipu_model")
     copied = session.communication().copied
-    assert copied is not None and (copied.said, copied.said_bytes) == (1, 56)
+    assert copied is not None and (copied.expected, copied.expected_bytes) == (1, 56)
     assert (copied.compiled, copied.compiled_bytes) == (3, 3 * 56)
 
 

@@ -101,7 +101,7 @@ def weights_are_divided(session: Training) -> None:
     assert variables.layers[0].feed_forward.up.bias.shape_on_host == (4, 16)
     assert variables.layers[0].norm1.weight.shape_on_host == (16,)
     assert not (sent := session.communication()).differences, sent
-    assert sum(each.turns for each in sent.said.collectives) > 4 * CONFIG.layers
+    assert sum(each.turns for each in sent.program.collectives) > 4 * CONFIG.layers
 
 
 def weights_are_in_remote_memory(session: Training) -> None:

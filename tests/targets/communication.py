@@ -141,7 +141,9 @@ def lines(names: list[str], kinds: list[str], counts: list[int]) -> Iterator[str
             for name in names:
                 found = sent(name, kind, chips)
                 sums = np.sum(
-                    [(e.said, e.said_bytes, e.compiled, e.compiled_bytes) for e in found.exchanges] or [[0] * 4], axis=0
+                    [(e.expected, e.expected_bytes, e.compiled, e.compiled_bytes) for e in found.exchanges]
+                    or [[0] * 4],
+                    axis=0,
                 )
                 verdict = "; ".join(found.differences) or ", ".join(sorted({e.verdict for e in found.exchanges}))
                 agree += not found.differences

@@ -20,4 +20,4 @@ def test_programs_send_what_they_say(name: str, chips: int) -> None:
 
 def test_recomputed_exchanges_are_not_sent_twice() -> None:
     found = sent(RECOMPUTED, "gpu", 64)
-    assert all(e.compiled_bytes <= e.said_bytes for e in found.exchanges)
+    assert all(e.compiled_bytes <= e.expected_bytes for e in found.exchanges)

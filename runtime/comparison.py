@@ -154,13 +154,13 @@ def compare(
         raise TypeError(f"compare: `steps` must be an integer; got {steps!r} ({type(steps).__name__}).")
     if steps < 1:
         raise ValueError(f"compare: `steps` is {steps}; expected 1 or more.")
-    one, many = _built(program, dict.fromkeys(axes, 1)), _built(program, dict(axes))
-    if many.replication_factor != math.prod(axes.values()) or one.replication_factor != 1:
+    single, replicated = _built(program, dict.fromkeys(axes, 1)), _built(program, dict(axes))
+    if replicated.replication_factor != math.prod(axes.values()) or single.replication_factor != 1:
         raise ValueError(
-            f"compare: `program` builds an Ir of {many.replication_factor} replicas for the `axes` {axes}, and of "
-            f"{one.replication_factor} where all are of size one. Make it with `popxl.Ir(axes=axes)`."
+            f"compare: `program` builds an Ir of {replicated.replication_factor} replicas for the `axes` {axes}, and "
+            f"of {single.replication_factor} where all are of size one. Make it with `popxl.Ir(axes=axes)`."
         )
-    return _Experiment(one, many, axes, divided or {}, tolerance).run(feeds, steps)
+    return _Experiment(single, replicated, axes, divided or {}, tolerance).run(feeds, steps)
 
 
 def _built(program: Callable[[dict[str, int]], Ir], axes: dict[str, int]) -> Ir:
@@ -174,50 +174,51 @@ class _Experiment:
     """Both programs, with their common tensors by name."""
 
     def __init__(
-        self, one: Ir, many: Ir, axes: Axes, divided: Mapping[str, Sequence[str]], tolerance: float | None
+        self, single: Ir, replicated: Ir, axes: Axes, divided: Mapping[str, Sequence[str]], tolerance: float | None
     ) -> None:
-        self.single, self.replicated, self.axes, self.tolerance = one, many, axes, tolerance
-        self.divided = {name: (given,) if isinstance(given, str) else tuple(given) for name, given in divided.items()}
+        self.single, self.replicated, self.axes, self.tolerance = single, replicated, axes, tolerance
+        self.divided = {name: (names,) if isinstance(names, str) else tuple(names) for name, names in divided.items()}
         self.left_out: dict[str, str] = {}
-        self.inputs = self._pairs(_by_name(one.get_all_h2d_streams()), _by_name(many.get_all_h2d_streams()))
+        self.inputs = self._pairs(_by_name(single.get_all_h2d_streams()), _by_name(replicated.get_all_h2d_streams()))
         if unknown := self.divided.keys() - self.inputs.keys():
             raise ValueError(f"compare: `divided` names {sorted(unknown)}; the input streams are {[*self.inputs]}.")
-        self.outputs = self._pairs(_by_name(one.get_all_d2h_streams()), _by_name(many.get_all_d2h_streams()))
-        self.variables = self._pairs(_by_name(one.main_graph.variables), _by_name(many.main_graph.variables))
+        self.outputs = self._pairs(_by_name(single.get_all_d2h_streams()), _by_name(replicated.get_all_d2h_streams()))
+        self.variables = self._pairs(_by_name(single.main_graph.variables), _by_name(replicated.main_graph.variables))
         for _, v in self.variables.values():
             if v.piece is None and not v.location_info.isRemote() and v.replica_grouping.group_size > 1:
                 v.retrieval_mode = "all_replicas"  # to see copies that drift apart
 
-    def _pairs(self, ones: Mapping[str, Any], manys: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        for name in ones.keys() ^ manys.keys():
-            self.left_out[name] = f"only the program of {'one replica' if name in ones else 'many replicas'} has it"
-        return {name: (t, manys[name]) for name, t in ones.items() if name in manys}
+    def _pairs(self, singles: Mapping[str, Any], replicated: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        for name in singles.keys() ^ replicated.keys():
+            self.left_out[name] = f"only the program of {'one replica' if name in singles else 'many replicas'} has it"
+        return {name: (t, replicated[name]) for name, t in singles.items() if name in replicated}
 
     def run(self, feeds: Feeds | None, steps: int) -> Comparison:
         batches = self._batches(feeds, steps)
-        found: dict[str, Difference] = {}
+        differences: dict[str, Difference] = {}
         compared: dict[str, None] = {}
         off: set[str] = set()  # variables whose mean over copies is not the value of one replica
         self._begin_alike()
         sums = {name for name, (v, _) in self.variables.items() if not v.numbers().any()}  # or other copies that differ
-        with Session(self.single, "ipu_model") as first, Session(self.replicated, "ipu_model") as second:
+        with Session(self.single, "ipu_model") as single, Session(self.replicated, "ipu_model") as replicated:
             for step in range(steps):
-                whole = {name: array[step] for name, array in batches.items()}
-                got = first.run({self.inputs[name][0]: array for name, array in whole.items()})
-                fed = {self.inputs[name][1]: self._cut(name, array, second) for name, array in whole.items()}
-                also_got = second.run(fed)
-                for name, expected, others in self._compared(first, second, got, also_got):
+                batch = {name: array[step] for name, array in batches.items()}
+                single_outputs = single.run({self.inputs[name][0]: array for name, array in batch.items()})
+                shards = {self.inputs[name][1]: self._sharded(name, array, replicated) for name, array in batch.items()}
+                outputs = replicated.run(shards)
+                for name, expected, copies in self._compared(single, replicated, single_outputs, outputs):
                     compared.setdefault(name)
-                    if self._differs(np.mean([np.asarray(each) for each in others], 0), expected) is not None:
+                    if self._first_difference(np.mean([np.asarray(each) for each in copies], 0), expected) is not None:
                         off.add(name)
-                    for other in others if name not in found else ():
-                        if name not in found and (place := self._differs(other, expected)) is not None:
-                            found[name] = self._difference(name, step + 1, place, other, expected)
-        if off.isdisjoint(found) and found.keys() <= sums and steps > 1:
-            self.left_out |= dict.fromkeys(found, "each replica has its own, whose mean is the value of one replica")
-            compared = {name: None for name in compared if name not in found}
-            found = {}
-        return Comparison(dict(self.axes), steps, tuple(found.values()), tuple(compared), self.left_out)
+                    for copy in copies if name not in differences else ():
+                        if name not in differences and (index := self._first_difference(copy, expected)) is not None:
+                            differences[name] = self._difference(name, step + 1, index, copy, expected)
+        if off.isdisjoint(differences) and differences.keys() <= sums and steps > 1:
+            reason = "each replica has its own, whose mean is the value of one replica"
+            self.left_out |= dict.fromkeys(differences, reason)
+            compared = {name: None for name in compared if name not in differences}
+            differences = {}
+        return Comparison(dict(self.axes), steps, tuple(differences.values()), tuple(compared), self.left_out)
 
     # Feeds
 
@@ -238,51 +239,51 @@ class _Experiment:
             batches[name] = array.astype(stream.dtype.as_numpy())
         return batches
 
-    def _cut(self, name: str, array: Array, session: Session) -> Array:
+    def _sharded(self, name: str, array: Array, session: Session) -> Array:
         """A global batch as the session of many replicas takes it."""
-        one, many = self.inputs[name]
-        along = self._along(name, one.shape, many.shape)
-        rows = array.reshape(-1, *one.shape)
-        parts = [rows[(slice(None), *self._slices(replica, many.shape, along))] for replica in self._replicas()]
-        return np.stack(parts, 1).reshape(session.host_shape(many))
+        single, replicated = self.inputs[name]
+        along = self._along(name, single.shape, replicated.shape)
+        rows = array.reshape(-1, *single.shape)
+        shards = [rows[(slice(None), *self._slices(replica, replicated.shape, along))] for replica in self._replicas()]
+        return np.stack(shards, 1).reshape(session.host_shape(replicated))
 
-    def _along(self, name: str, one: Sequence[int], many: Sequence[int]) -> list[tuple[str, ...]]:
+    def _along(self, name: str, single: Sequence[int], replicated: Sequence[int]) -> list[tuple[str, ...]]:
         """Sharding axes of each dimension."""
-        taken: set[str] = set()
-        found: list[tuple[str, ...]] = []
-        for dim, (size, part) in enumerate(zip(one, many, strict=True)):
-            ratio = size // part if part else 1
+        used: set[str] = set()
+        dimensions: list[tuple[str, ...]] = []
+        for dim, (size, shard_size) in enumerate(zip(single, replicated, strict=True)):
+            ratio = size // shard_size if shard_size else 1
             along = self.divided.get(name, tuple(self.axes))
-            names = [each for each in along if each in self.axes and each not in taken]
-            if size == part:
-                found.append(())
+            names = [axis for axis in along if axis in self.axes and axis not in used]
+            if size == shard_size:
+                dimensions.append(())
                 continue
             subsets = (c for n in range(1, len(names) + 1) for c in combinations(names, n))
-            fitting = next((c for c in subsets if math.prod(self.axes[each] for each in c) == ratio), None)
-            if fitting is None or part * ratio != size:
+            fitting = next((c for c in subsets if math.prod(self.axes[axis] for axis in c) == ratio), None)
+            if fitting is None or shard_size * ratio != size:
                 raise ValueError(
-                    f"compare: dimension {dim} of {name!r} has {size} elements on one replica, and {part} on each of "
-                    f"many; {[*along]} of the axes {dict(self.axes)} do not divide it like this. Let `program` divide "
-                    "by them."
+                    f"compare: dimension {dim} of {name!r} has {size} elements on one replica, and {shard_size} on "
+                    f"each of many; {[*along]} of the axes {dict(self.axes)} do not divide it like this. Let `program` "
+                    "divide by them."
                 )
-            taken.update(fitting)
-            found.append(fitting)
-        return found
+            used.update(fitting)
+            dimensions.append(fitting)
+        return dimensions
 
     def _replicas(self) -> Iterator[dict[str, int]]:
         """Positions of each replica along the axes."""
-        for place in np.ndindex(*self.axes.values()):
-            yield dict(zip(self.axes, place, strict=True))
+        for position in np.ndindex(*self.axes.values()):
+            yield dict(zip(self.axes, position, strict=True))
 
     def _slices(
         self, replica: Mapping[str, int], shape: Sequence[int], along: Sequence[Sequence[str]]
     ) -> tuple[slice, ...]:
         slices = []
         for size, names in zip(shape, along, strict=True):
-            place = 0
+            index = 0
             for name in names:
-                place = place * self.axes[name] + replica[name]
-            slices.append(slice(place * size, (place + 1) * size) if names else slice(None))
+                index = index * self.axes[name] + replica[name]
+            slices.append(slice(index * size, (index + 1) * size) if names else slice(None))
         return tuple(slices)
 
     # Variables
@@ -302,34 +303,34 @@ class _Experiment:
                 w.data = value
 
     def _compared(
-        self, first: Session, second: Session, got: Mapping[Any, Array], also_got: Mapping[Any, Array]
+        self, first: Session, second: Session, single_outputs: Mapping[Any, Array], outputs: Mapping[Any, Array]
     ) -> Iterator[tuple[str, Array, Sequence[Array]]]:
         """Values by name: of one replica, and of many put together, each copy of them."""
         values = first.values_of(v for v, _ in self.variables.values())
-        others = second.values_of(w for _, w in self.variables.values())
+        gathered = second.values_of(w for _, w in self.variables.values())
         for name, (v, w) in self.variables.items():
-            yield name, values[v], [*_whole(v, w, others[w])]
+            yield name, values[v], [*_assembled(v, w, gathered[w])]
         for name, (s, t) in self.outputs.items():
             if s.shape == t.shape and math.prod(s.shape) == 1:
-                rows = np.asarray(also_got[t], np.float64).reshape(t.num_host_transfers, -1)
-                yield name, np.asarray(got[s], np.float64).reshape(-1), [rows.mean(1)]
+                rows = np.asarray(outputs[t], np.float64).reshape(t.num_host_transfers, -1)
+                yield name, np.asarray(single_outputs[s], np.float64).reshape(-1), [rows.mean(1)]
             else:
                 self.left_out[name] = "outputs of several elements are not put together; store a number"
 
-    def _differs(self, found: Array, expected: Array) -> tuple[int, ...] | None:
+    def _first_difference(self, actual: Array, expected: Array) -> tuple[int, ...] | None:
         """The first place where numbers differ."""
         if not np.issubdtype(expected.dtype, np.number) or np.issubdtype(expected.dtype, np.integer):
-            wrong = found != expected
+            wrong = actual != expected
         else:
             half = expected.dtype.itemsize < 4
             tolerance = (2e-2 if half else 1e-4) if self.tolerance is None else self.tolerance
-            x, y = (each.astype(np.complex128) for each in (found, expected))
+            x, y = (each.astype(np.complex128) for each in (actual, expected))
             largest = max(float(np.abs(y[np.isfinite(y)]).max(initial=0)), 1e-3)
             wrong = ~np.isclose(x, y, tolerance, tolerance * largest, equal_nan=True)
-        places = np.argwhere(wrong)
-        return tuple(int(i) for i in places[0]) if len(places) else None
+        indices = np.argwhere(wrong)
+        return tuple(int(i) for i in indices[0]) if len(indices) else None
 
-    def _difference(self, name: str, step: int, place: tuple[int, ...], found: Array, expected: Array) -> Difference:
+    def _difference(self, name: str, step: int, index: tuple[int, ...], actual: Array, expected: Array) -> Difference:
         main = self.replicated.main_graph
         if name in self.variables:
             v = self.variables[name][1]
@@ -337,7 +338,7 @@ class _Experiment:
         else:
             writer = _last_storing(main, self.outputs[name][1])
         lines = ("", "") if writer is None else (str(writer.source), _last_collective(main, writer))
-        return Difference(name, step, _number(found[place]), _number(expected[place]), place, *lines)
+        return Difference(name, step, _number(actual[index]), _number(expected[index]), index, *lines)
 
 
 # Lines --------------------------------------------------------------------------------------------------------------
@@ -345,16 +346,16 @@ class _Experiment:
 
 def _last_writer(graph: Graph, wanted: Set[Tensor]) -> Op | None:
     """Last op that overwrites any of the tensors, within called graphs if these do."""
-    made_of = storages(graph.ops)
+    aliases = storages(graph.ops)
     for op in reversed(graph.ops):
         for i in sorted(op.modified):
-            if wanted.isdisjoint(made_of.get(op.inputs[i], (op.inputs[i],))):
+            if wanted.isdisjoint(aliases.get(op.inputs[i], (op.inputs[i],))):
                 continue
             for run in op.runs:
                 bound = zip(run.inputs, run.operands, strict=False)
-                inner = {t for t, given in bound if given is op.inputs[i]}
-                if inner and (found := _last_writer(run.graph, inner)) is not None:
-                    return found
+                inner = {t for t, operand in bound if operand is op.inputs[i]}
+                if inner and (writer := _last_writer(run.graph, inner)) is not None:
+                    return writer
             return op
     return None
 
@@ -384,24 +385,24 @@ def _number(value: Any) -> float:
     return float(np.real(value))
 
 
-def _by_name(things: Any) -> dict[str, Any]:
-    return {each.tensor.name if isinstance(each, Stream) else each.name: each for each in things}
+def _by_name(tensors: Any) -> dict[str, Any]:
+    return {each.tensor.name if isinstance(each, Stream) else each.name: each for each in tensors}
 
 
-def _axis(one: Variable, many: Variable) -> int | None:
+def _axis(single: Variable, replicated: Variable) -> int | None:
     """Axis of a value divided by replica groups; `None` for undivided values."""
-    if one.shape == many.shape:
+    if single.shape == replicated.shape:
         return None
-    if many.group_axis is not None:
-        return many.group_axis
-    differing = [i for i, (a, b) in enumerate(zip(one.shape, many.shape, strict=False)) if a != b]
-    return differing[0] if len(differing) == 1 and len(one.shape) == len(many.shape) else None
+    if replicated.group_axis is not None:
+        return replicated.group_axis
+    differing = [i for i, (a, b) in enumerate(zip(single.shape, replicated.shape, strict=False)) if a != b]
+    return differing[0] if len(differing) == 1 and len(single.shape) == len(replicated.shape) else None
 
 
-def _whole(one: Variable, many: Variable, data: Array) -> Iterator[Array]:
+def _assembled(single: Variable, replicated: Variable, data: Array) -> Iterator[Array]:
     """Whole values of a variable of many replicas: of each replica that has a copy, as far as these are read."""
-    grouping, axis = many.replica_grouping, _axis(one, many)
-    is_of_all = many.retrieval_mode == "all_replicas" and grouping.group_size > 1
+    grouping, axis = replicated.replica_grouping, _axis(single, replicated)
+    is_of_all = replicated.retrieval_mode == "all_replicas" and grouping.group_size > 1
     if not is_of_all:
         rows = [*data] if grouping.num_groups > 1 else [data]
         yield from rows if axis is None else [np.concatenate(rows, axis)]

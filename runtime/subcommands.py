@@ -99,8 +99,8 @@ def show(asked: CommandArgs) -> int:
             memory = memory_of_program(ir, compiled)
             print(f"\nCompiled for {target}\n\n{memory}\n\n{cost_of(compiled)}")
         elif ir in plans:
-            way = "a plan of executables" if plans[ir].layout.mode == "dispatched" else "one program"
-            text = f"It would be compiled as {way}. {plans[ir].reason}"
+            form = "a plan of executables" if plans[ir].layout.mode == "dispatched" else "one program"
+            text = f"It would be compiled as {form}. {plans[ir].reason}"
             print("\n" + textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  "))
         asked.write(memory, memory, f"memory_{ir.id}")
     if stopped:
@@ -127,11 +127,11 @@ def check_program(asked: CommandArgs) -> int:
     certain = False
     data = []
     for number, ir in enumerate(irs):
-        found = check(ir)
-        certain = certain or any(each.certain for each in found.findings)
-        data.append({"ir": repr(ir), **report_data(found)})
+        findings = check(ir)
+        certain = certain or any(each.certain for each in findings.findings)
+        data.append({"ir": repr(ir), **report_data(findings)})
         if not asked.as_json:
-            print(f"\n=== {ir!r} ===\n\n{found}")
+            print(f"\n=== {ir!r} ===\n\n{findings}")
         if asked.single_replica_args is not None and not code:
             try:
                 comparison = _compared_run(asked.file, asked.arguments, asked.single_replica_args, number)
@@ -154,11 +154,11 @@ _HOW = (
 )
 
 
-def _compared_run(file: Path, arguments: Sequence[str], alone: Sequence[str], number: int) -> Comparison:
+def _compared_run(file: Path, arguments: Sequence[str], single_replica_args: Sequence[str], number: int) -> Comparison:
     """Run an Ir from a file, and its copy with all axes of size one, and compare both.
 
     Args:
-        alone: arguments of the program for one replica; empty for the same ones.
+        single_replica_args: arguments of the program for one replica; empty for the same ones.
         number: index of the Ir among those that the file builds.
 
     Raises:
@@ -169,22 +169,22 @@ def _compared_run(file: Path, arguments: Sequence[str], alone: Sequence[str], nu
     if math.prod(axes.values()) < 2:
         raise PopxlError(f"{ir!r} has no named axes of several replicas, such as those of `popxl.Ir(axes=...)`.")
     try:
-        one = _irs_built(file, alone or arguments, dict.fromkeys(axes, 1))
+        single_irs = _irs_built(file, single_replica_args or arguments, dict.fromkeys(axes, 1))
     except ValueError as problem:  # of a choice without this option
         raise PopxlError(f"{problem} {_HOW}") from problem
-    if len(one) <= number or one[number].replication_factor != 1:
+    if len(single_irs) <= number or single_irs[number].replication_factor != 1:
         raise PopxlError(f"the program does not build {ir!r} for one replica. {_HOW}")
 
     def program(sizes: dict[str, int]) -> Ir:
-        return ir if sizes == axes else one[number]
+        return ir if sizes == axes else single_irs[number]
 
     return compare(program, axes=axes)
 
 
-def _irs_built(file: Path, arguments: Sequence[str], taken: dict[str, Any]) -> list[Ir]:
+def _irs_built(file: Path, arguments: Sequence[str], choices: dict[str, Any]) -> list[Ir]:
     """The Irs that a program builds with these choices; what it prints is left out."""
     irs: dict[Ir, None] = {}
-    with override_choices(taken), watched(WatchingMachine(LayoutMachine()), irs), redirect_stdout(StringIO()):
+    with override_choices(choices), watched(WatchingMachine(LayoutMachine()), irs), redirect_stdout(StringIO()):
         _, code = run_file(file, arguments)
     if code:
         raise PopxlError(f"{file} ended with the exit code {code}.")
@@ -203,9 +203,14 @@ def report(asked: CommandArgs) -> int:
     with watched(machine):
         stopped, code = run_file(asked.file, asked.arguments)
     for number, (ir, program) in enumerate(machine.programs):
-        found = report_of(ir, program, machine.runners.get(program))
-        print(f"\n=== session {number} ===\n\n{found}")
-        asked.write(found, found.memory, f"session_{number}", cost_of(program) if asked.costs is not None else None)
+        session_report = report_of(ir, program, machine.runners.get(program))
+        print(f"\n=== session {number} ===\n\n{session_report}")
+        asked.write(
+            session_report,
+            session_report.memory,
+            f"session_{number}",
+            cost_of(program) if asked.costs is not None else None,
+        )
     if stopped:
         print(f"\nStopped at {stopped}: nothing is run.")
     if not machine.programs and not code:
@@ -222,9 +227,9 @@ def _report_function(asked: CommandArgs) -> int:
     except PopxlError as problem:
         return fail(str(problem), 1)
     if program.analysis is None:
-        said = f"{asked.file} does not call a function {asked.function!r} of its own: there is nothing to report."
+        reason = f"{asked.file} does not call a function {asked.function!r} of its own: there is nothing to report."
         hint = "Only names at the top level of the file are found: define the function there, or import it there."
-        return code or fail(f"{said} {hint}", 1)
+        return code or fail(f"{reason} {hint}", 1)
     print(f"\n=== {asked.function} ===\n\n{program.analysis}\n\nStopped at {stopped}: it is not run.")
     asked.write(program.analysis, program.analysis.memory, asked.function, program.analysis.cost)
     return code
@@ -244,9 +249,9 @@ def diff(old: str, new: str, machine: str | None, exit_code: bool) -> int:
         if len(before) != len(after):
             return fail(f"diff: {old} makes {len(before)} sessions, and {new} {len(after)}: nothing to compare.", 2)
         for first, second in zip(before, after, strict=True):
-            found = changes_of(first, second)
-            has_changed = has_changed or bool(found)
-            print(found)
+            changes = changes_of(first, second)
+            has_changed = has_changed or bool(changes)
+            print(changes)
     except (ValueError, PopxlError) as problem:
         return fail(f"diff: {problem}", 2)
     return int(exit_code and has_changed)
@@ -279,17 +284,17 @@ def _costs(description: str, target: Target | None) -> list[Cost]:
         if function:
             program = AnalyzedNames(function, target)
             _, code = run_file(file, (), program)
-            found = [program.analysis.cost] if program.analysis is not None else []
+            costs = [program.analysis.cost] if program.analysis is not None else []
         else:
             machine = WatchingMachine(Machine() if target is None else TargetMachine(target))
             with watched(machine):
                 _, code = run_file(file, ())
-            found = [cost_of(compiled) for _, compiled in machine.programs]
-    if code or not found:
+            costs = [cost_of(compiled) for _, compiled in machine.programs]
+    if code or not costs:
         raise PopxlError(
             f"{description} {f'ended with the exit code {code}' if code else 'compiles nothing'}: it has no cost."
         )
-    return found
+    return costs
 
 
 def tune(asked: CommandArgs) -> int:
@@ -335,16 +340,16 @@ def plan(asked: CommandArgs, budget: int, save: Path | None, compilations: int) 
         return planned_program(machine.programs, open_memory)
 
     try:
-        found = plan_within(compiled, budget, _print_progress, compilations)
+        budget_plan = plan_within(compiled, budget, _print_progress, compilations)
     except (PopxlError, ValueError) as problem:
         return fail(f"plan: {problem}", 1)
-    print(found)
+    print(budget_plan)
     if save is not None:
-        found.plan.write_json(save)
+        budget_plan.plan.write_json(save)
         takes = "options.Training.setMemoryPlan({})" if "poptorch" in sys.modules else "train_step(..., memory={})"
         print(f"\nThe plan is in {save}: {takes.format(f'addons.MemoryPlan.read_json({str(save)!r})')}")
     if asked.pages is not None:
-        found.save(asked.pages / "plan.html")
+        budget_plan.save(asked.pages / "plan.html")
     return 0
 
 

@@ -31,8 +31,8 @@ class CostChange(Record):
     unit: str = ""
 
     def __str__(self) -> str:
-        where = f" at {self.where}" if self.where else ""
-        return f"{self.what}{where}: {self._text(self.before)} → {self._text(self.after)} ({self.ratio})"
+        location = f" at {self.where}" if self.where else ""
+        return f"{self.what}{location}: {self._text(self.before)} → {self._text(self.after)} ({self.ratio})"
 
     @property
     def ratio(self) -> str:
@@ -50,8 +50,8 @@ class CostChange(Record):
 
     def cells(self) -> list[str]:
         """Cells of a table row."""
-        gone = "gone" if self.before and not self.after else self.ratio
-        return [self.what, self.where, self._text(self.before), self._text(self.after), gone]
+        change = "gone" if self.before and not self.after else self.ratio
+        return [self.what, self.where, self._text(self.before), self._text(self.after), change]
 
 
 class CostChanges(OnPage, Record):
@@ -104,58 +104,58 @@ _TOTALS = {
 
 def changes_of(before: Cost, after: Cost) -> CostChanges:
     """Differences between two costs, first to second."""
-    found = (
-        *_totals(before, after),
-        *_of_arguments(before, after),
-        *_of_graphs(before, after),
-        *_of_collectives(before, after),
-        *_of_lines(before, after),
+    changes = (
+        *_total_changes(before, after),
+        *_argument_changes(before, after),
+        *_graph_changes(before, after),
+        *_collective_changes(before, after),
+        *_line_changes(before, after),
     )
-    return CostChanges(before=before.name, after=after.name, changes=tuple(c for c in found if c.before != c.after))
+    return CostChanges(before=before.name, after=after.name, changes=tuple(c for c in changes if c.before != c.after))
 
 
-def _totals(before: Cost, after: Cost) -> Iterator[CostChange]:
-    for what, (attribute, unit) in _TOTALS.items():
+def _total_changes(before: Cost, after: Cost) -> Iterator[CostChange]:
+    for quantity, (attribute, unit) in _TOTALS.items():
         scale = 1e9 if unit == "ns" else 1
         old, new = (round(scale * (getattr(cost, attribute) or 0)) for cost in (before, after))
-        yield CostChange(what=what, where="", before=old, after=new, unit=unit)
+        yield CostChange(what=quantity, where="", before=old, after=new, unit=unit)
 
 
-def _of_arguments(before: Cost, after: Cost) -> Iterator[CostChange]:
+def _argument_changes(before: Cost, after: Cost) -> Iterator[CostChange]:
     """Changes of each argument. Files of earlier versions have none."""
     if not (before.arguments and after.arguments):
         return
-    for what, attribute in (("argument", "arguments"), ("overwritten with results", "overwritten")):
+    for quantity, attribute in (("argument", "arguments"), ("overwritten with results", "overwritten")):
         old, new = (getattr(cost, attribute) for cost in (before, after))
         for name in {**old, **new}:
-            yield CostChange(what=what, where=name, before=old.get(name, 0), after=new.get(name, 0), unit="B")
+            yield CostChange(what=quantity, where=name, before=old.get(name, 0), after=new.get(name, 0), unit="B")
 
 
-def _of_graphs(before: Cost, after: Cost) -> Iterator[CostChange]:
+def _graph_changes(before: Cost, after: Cost) -> Iterator[CostChange]:
     """Differences of each graph, for programs with several graphs."""
     old, new = ({graph.name: graph for graph in cost.graphs} for cost in (before, after))
     names = dict.fromkeys((*old, *new))
     if len(names) < 2:
         return
     for name in names:
-        for what, attribute, unit in (("read and written", "bytes_accessed", "B"), ("operations", "flops", "FLOP")):
+        for quantity, attribute, unit in (("read and written", "bytes_accessed", "B"), ("operations", "flops", "FLOP")):
             counts = [getattr(graphs[name], attribute) if name in graphs else 0 for graphs in (old, new)]
-            where = name or "main graph"
-            yield CostChange(what=what, where=where, before=counts[0], after=counts[1], unit=unit)
+            graph_name = name or "main graph"
+            yield CostChange(what=quantity, where=graph_name, before=counts[0], after=counts[1], unit=unit)
 
 
-def _of_collectives(before: Cost, after: Cost) -> Iterator[CostChange]:
+def _collective_changes(before: Cost, after: Cost) -> Iterator[CostChange]:
     """Changes of collectives by source line. One that only moved to another line has not changed."""
-    changed = _changed(before.uses, after.uses, lambda use: use.model_copy(update={"source": ""}))
+    changed = _unmatched(before.uses, after.uses, lambda use: use.model_copy(update={"source": ""}))
     (old_bytes, new_bytes), (old_counts, new_counts) = (
         [_summed(uses, attribute) for uses in changed] for attribute in ("bytes", "count")
     )
-    for place in dict.fromkeys((*old_bytes, *new_bytes)):
-        kind, line, replicas = place
-        what = f"{kind} between {replicas}"
-        old, new = old_bytes[place], new_bytes[place]
-        yield CostChange(what=f"bytes of {what}", where=line, before=old, after=new, unit="B")
-        yield CostChange(what=what, where=line, before=old_counts[place], after=new_counts[place])
+    for key in dict.fromkeys((*old_bytes, *new_bytes)):
+        kind, line, replicas = key
+        quantity = f"{kind} between {replicas}"
+        old, new = old_bytes[key], new_bytes[key]
+        yield CostChange(what=f"bytes of {quantity}", where=line, before=old, after=new, unit="B")
+        yield CostChange(what=quantity, where=line, before=old_counts[key], after=new_counts[key])
 
 
 def _summed(uses: Iterable[CollectiveUse], attribute: str) -> Counter[tuple[str, str, int]]:
@@ -166,7 +166,7 @@ def _summed(uses: Iterable[CollectiveUse], attribute: str) -> Counter[tuple[str,
     return sums
 
 
-_OF_LINES = {
+_LINE_QUANTITIES = {
     "kernels": ("kernels", ""),
     "operations": ("flops", "FLOP"),
     "read and written": ("bytes_accessed", "B"),
@@ -175,26 +175,26 @@ _OF_LINES = {
 """Quantities of a source line: the attribute of `LineCost`, and the unit."""
 
 
-def _of_lines(before: Cost, after: Cost) -> Iterator[CostChange]:
+def _line_changes(before: Cost, after: Cost) -> Iterator[CostChange]:
     """Changes by source line: its work and memory, and what it computes. One that only moved has not changed.
     Files of earlier versions have none."""
     if not (before.lines and after.lines):
         return
-    for old, new in _pairs(before.lines, after.lines):
-        where = new.line or old.line
-        for what, (attribute, unit) in _OF_LINES.items():
+    for old, new in _line_pairs(before.lines, after.lines):
+        location = new.line or old.line
+        for quantity, (attribute, unit) in _LINE_QUANTITIES.items():
             yield CostChange(
-                what=what, where=where, before=getattr(old, attribute), after=getattr(new, attribute), unit=unit
+                what=quantity, where=location, before=getattr(old, attribute), after=getattr(new, attribute), unit=unit
             )
         for kind in sorted({*old.kinds, *new.kinds}):
-            yield CostChange(what=kind, where=where, before=old.kinds.get(kind, 0), after=new.kinds.get(kind, 0))
+            yield CostChange(what=kind, where=location, before=old.kinds.get(kind, 0), after=new.kinds.get(kind, 0))
 
 
-def _pairs(before: Sequence[LineCost], after: Sequence[LineCost]) -> Iterator[tuple[LineCost, LineCost]]:
+def _line_pairs(before: Sequence[LineCost], after: Sequence[LineCost]) -> Iterator[tuple[LineCost, LineCost]]:
     """Changed lines, before and after. Lines of equal cost match, at any position in a file; the others are paired by
     line numbers, or in order if their number is unchanged."""
     named_before, named_after = ([line for line in lines if line.line] for lines in (before, after))
-    changed = _changed(named_before, named_after, _file_and_cost)
+    changed = _unmatched(named_before, named_after, _file_and_cost)
     old, new = ({line.line: line for line in lines} for lines in changed)
     for file in dict.fromkeys(map(_file, (*old, *new))):
         first, second = (sorted((name for name in names if _file(name) == file), key=_number) for names in (old, new))
@@ -202,29 +202,29 @@ def _pairs(before: Sequence[LineCost], after: Sequence[LineCost]) -> Iterator[tu
             pairs = [*zip(first, second, strict=True)]
         else:
             pairs = [(name, name) for name in sorted({*first, *second}, key=_number)]
-        for one, other in pairs:
-            yield old.get(one, _nothing(one)), new.get(other, _nothing(other))
+        for old_line, new_line in pairs:
+            yield old.get(old_line, _nothing(old_line)), new.get(new_line, _nothing(new_line))
 
 
-def _changed(before: Iterable[R], after: Iterable[R], key: Callable[[R], Hashable]) -> tuple[list[R], list[R]]:
-    """Records of either program that the other one has not, not even with the same `key`, as those that have moved."""
+def _unmatched(before: Iterable[R], after: Iterable[R], key: Callable[[R], Hashable]) -> tuple[list[R], list[R]]:
+    """Records of either program without an equal record, or one with the same `key` (a moved line), in the other."""
     old, new = list(before), list(after)
     keys: tuple[Callable[[R], Hashable], ...] = (lambda record: record.model_dump_json(), key)
-    for each in keys:  # what is equal is no candidate for what has moved
-        both = Counter(map(each, old)) & Counter(map(each, new))
-        old, new = _without(old, both, each), _without(new, both, each)
+    for key_of in keys:  # what is equal is no candidate for what has moved
+        common = Counter(map(key_of, old)) & Counter(map(key_of, new))
+        old, new = _without(old, common, key_of), _without(new, common, key_of)
     return old, new
 
 
-def _without(records: Iterable[R], some: Counter[Hashable], key: Callable[[R], Hashable]) -> list[R]:
-    """Records without as many of each key as `some` has."""
-    left, found = some.copy(), list[R]()
+def _without(records: Iterable[R], excluded: Counter[Hashable], key: Callable[[R], Hashable]) -> list[R]:
+    """Records without as many of each key as `excluded` has."""
+    remaining, kept = excluded.copy(), list[R]()
     for record in records:
-        if left[key(record)]:
-            left[key(record)] -= 1
+        if remaining[key(record)]:
+            remaining[key(record)] -= 1
         else:
-            found.append(record)
-    return found
+            kept.append(record)
+    return kept
 
 
 def _file_and_cost(line: LineCost) -> tuple[str, str]:

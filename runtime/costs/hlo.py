@@ -41,8 +41,8 @@ def _bits(dtype: str) -> int:
     """Bits per element: 8 for `pred` and names without digits, 0 for tokens."""
     if dtype in ("token", "opaque"):
         return 0
-    found = re.match(r"(?:bf|[a-z])(\d+)", dtype)
-    return int(found[1]) if found else 8
+    match = re.match(r"(?:bf|[a-z])(\d+)", dtype)
+    return int(match[1]) if match else 8
 
 
 @dataclass(eq=False)
@@ -75,8 +75,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """Value after `name=` in the instruction text; "" if absent."""
-        found = re.search(rf"\b{name}=((?:{{[^}}]*}}|[^\s,{{])+)", self.text)
-        return found[1] if found else ""
+        match = re.search(rf"\b{name}=((?:{{[^}}]*}}|[^\s,{{])+)", self.text)
+        return match[1] if match else ""
 
     def sizes(self, name: str) -> tuple[int, ...]:
         """Integer list attribute `name`."""
@@ -123,14 +123,14 @@ class Instruction:
         """Called computations: fusion body, callee, branches, or loop body."""
         names = re.findall(r"%([\w.\-]+)", self.attribute("branch_computations"))
         single = ("calls", "to_apply", "body", "true_computation", "false_computation")
-        names += [found.lstrip("%") for name in single if (found := self.attribute(name))]
-        return [known[name] for name in names if name in (known := self.computation.module)]
+        names += [attribute.lstrip("%") for name in single if (attribute := self.attribute(name))]
+        return [computations[name] for name in names if name in (computations := self.computation.module)]
 
     @property
     def trip_count(self) -> int:
         """Trip count of a loop, from XLA's annotation or its condition; 1 if neither is known."""
-        if known := re.search(r'"known_trip_count":{"n":"(\d+)"}', self.text):
-            return int(known[1])
+        if match := re.search(r'"known_trip_count":{"n":"(\d+)"}', self.text):
+            return int(match[1])
         last = self.computation.module[self.attribute("condition").lstrip("%")].root
         if last.opcode != "compare" or last.attribute("direction") != "LT":
             return 1
@@ -154,43 +154,45 @@ class Instruction:
             return ()
         if mesh := re.match(r"mesh\[([^\]]*)\][^{]*\{([^}]*)\}", groups[1]):
             return _groups_of_mesh(mesh[1], mesh[2])
-        if counted := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", groups[1]):
-            shape, sizes, order = ([int(n) for n in part.split(",")] if part else [] for part in counted.groups())
+        if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", groups[1]):
+            shape, sizes, order = ([int(n) for n in numbers.split(",")] if numbers else [] for numbers in iota.groups())
             ids = np.arange(math.prod(sizes)).reshape(sizes)
             return _as_groups((ids.transpose(order) if order else ids).reshape(-1, shape[-1]))
         listed = re.match(r"\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}", groups[1])
-        found = re.findall(r"\{([\d,]*)\}", listed[1]) if listed else []
-        return tuple(tuple(map(int, each.split(","))) for each in found if each)
+        lists = re.findall(r"\{([\d,]*)\}", listed[1]) if listed else []
+        return tuple(tuple(map(int, each.split(","))) for each in lists if each)
 
     @cached_property
     def scope(self) -> str:
         """Origin of the instruction: names of JAX functions and scopes, separated by slashes."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
-        return found[1] if found else ""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
+        return match[1] if match else ""
 
     @property
     def cycles(self) -> int:
         """XLA's cycle estimate for TPUs; 0 if absent."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.text)
-        return int(found[1]) if found else 0
+        match = re.search(r'"estimated_cycles":"(\d+)"', self.text)
+        return int(match[1]) if match else 0
 
 
 def _as_groups(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(int, row)) for row in ids)
 
 
-def _groups_of_mesh(axes: str, taken: str) -> tuple[tuple[int, ...], ...]:
+def _groups_of_mesh(axes: str, selected: str) -> tuple[tuple[int, ...], ...]:
     """Groups along mesh axes, each possibly divided into a part before, the selected one, and one after."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-    parts = {name: (int(before or 1), int(part or sizes[name])) for name, before, part in _PARTS.findall(taken)}
-    shape, inside = list[int](), list[int]()
+    divisions = {
+        name: (int(before or 1), int(chosen or sizes[name])) for name, before, chosen in _PARTS.findall(selected)
+    }
+    shape, group_dims = list[int](), list[int]()
     for name, size in sizes.items():
-        before, part = parts.get(name, (size, 1))
-        inside += [len(shape) + 1] if name in parts else []
-        shape += [before, part, size // (before * part)]
-    outside = [d for d in range(len(shape)) if d not in inside]
-    ids = np.arange(math.prod(shape)).reshape(shape).transpose(outside + inside)
-    return _as_groups(ids.reshape(-1, math.prod(shape[d] for d in inside)))
+        before, chosen = divisions.get(name, (size, 1))
+        group_dims += [len(shape) + 1] if name in divisions else []
+        shape += [before, chosen, size // (before * chosen)]
+    other_dims = [d for d in range(len(shape)) if d not in group_dims]
+    ids = np.arange(math.prod(shape)).reshape(shape).transpose(other_dims + group_dims)
+    return _as_groups(ids.reshape(-1, math.prod(shape[d] for d in group_dims)))
 
 
 _PARTS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
@@ -232,8 +234,8 @@ class Computation:
             for instruction in computation.instructions.values():
                 yield instruction, times
                 if instruction.opcode in entered:
-                    inside = times * instruction.trip_count if instruction.opcode == "while" else times
-                    waiting += ((callee, inside) for callee in instruction.called)
+                    callee_times = times * instruction.trip_count if instruction.opcode == "while" else times
+                    waiting += ((callee, callee_times) for callee in instruction.called)
 
 
 @dataclass(frozen=True)
@@ -298,29 +300,29 @@ def _user_lines(text: str) -> dict[str, str]:
     """Innermost source line outside of installed libraries, for each stack frame in the tables of an HLO text."""
     files = dict(_FILE.findall(text.partition("FunctionNames")[0]))
     locations = {number: (files.get(file, ""), line) for number, file, line in _LOCATION.findall(text)}
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for number, location, parent in _FRAME.findall(text):  # callers come before callees
         file, line = locations.get(location, ("", ""))
         is_library = "site-packages" in file or "dist-packages" in file or file.startswith(_OURS)
         # XLA prints the number of the caller plus one
-        found[number] = found.get(str(int(parent) - 1), "") if is_library else f"{file.rpartition('/')[2]}:{line}"
-    return found
+        lines[number] = lines.get(str(int(parent) - 1), "") if is_library else f"{file.rpartition('/')[2]}:{line}"
+    return lines
 
 
 def _line_of_parts(instruction: Instruction) -> str:
     """Source line of an instruction that XLA derived from others: that of its fusion's result, or of its first operand
     that has one; "" if none has."""
-    parts = (*(inside.root for inside in instruction.called), *instruction.operands)
-    return next((each.line for each in parts if each is not None and each.line), "")
+    sources = (*(called.root for called in instruction.called), *instruction.operands)
+    return next((each.line for each in sources if each is not None and each.line), "")
 
 
 def _instruction(text: str, name: str, is_root: bool, computation: Computation) -> Instruction:
     """Parse an instruction's text after the equals sign: type, opcode, operands in parentheses, attributes."""
     end = _closing(text) + 1 if text[0] == "(" else text.index(" ")
     opcode, _, rest = text[end:].strip().partition("(")
-    inside = _closing("(" + rest) - 1
-    arguments = tuple(part.rpartition("%")[2].strip() for part in _split_operands(rest[:inside]) if part.strip())
-    return Instruction(name, opcode, tuple(shapes(text[:end])), arguments, rest[inside + 1 :], is_root, computation)
+    stop = _closing("(" + rest) - 1
+    arguments = tuple(operand.rpartition("%")[2].strip() for operand in _split_operands(rest[:stop]) if operand.strip())
+    return Instruction(name, opcode, tuple(shapes(text[:end])), arguments, rest[stop + 1 :], is_root, computation)
 
 
 def shapes(text: str) -> Iterator[Shape]:
@@ -345,10 +347,10 @@ def _closing(text: str) -> int:
 
 def _split_operands(text: str) -> list[str]:
     """Split operands at top-level commas."""
-    found, depth, start = [], 0, 0
+    operands, depth, start = [], 0, 0
     for i, letter in enumerate(text):
         depth += (letter in "({[") - (letter in ")}]")
         if letter == "," and depth == 0:
-            found.append(text[start:i])
+            operands.append(text[start:i])
             start = i + 1
-    return [*found, text[start:]]
+    return [*operands, text[start:]]

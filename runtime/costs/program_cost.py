@@ -57,10 +57,10 @@ def cost_of(program: CompiledProgram) -> Cost:
     layout, chip = program.layout, program.device.chip
     executables, has_ipus = _executables(program), len(program.layout.ipus) > 1
     account, host = _total(executables), _host_traffic(program)
-    found = _sizes(program) | _counted(executables, _variable_names(program), layout.replicas.count)
+    figures = _sizes(program) | _counted(executables, _variable_names(program), layout.replicas.count)
     timing = copies_of(program) if has_ipus else Timing()
     if chip is None:
-        found |= {"seconds": None, "graphs": graphs_of(account, host, layout.replicas.count)}
+        figures |= {"seconds": None, "graphs": graphs_of(account, host, layout.replicas.count)}
     else:
         wires = Wires.between(chip, layout.replicas.devices)
         timelines = _Timelines(executables, wires)
@@ -72,20 +72,20 @@ def cost_of(program: CompiledProgram) -> Cost:
             own = simulated(level).seconds if has_ipus else timelines.total_seconds(level)
             return max(own, sum(host.values()) / chip.host_bandwidth)
 
-        found |= _times(timelines, account, host, seconds, layout.replicas.count)
-        found |= _utilisation(account, chip, found["seconds"], len(layout.devices), len(layout.ipus))
-        found["axes"] = axes_of(program, account.collectives, wires)
+        figures |= _times(timelines, account, host, seconds, layout.replicas.count)
+        figures |= _utilisation(account, chip, figures["seconds"], len(layout.devices), len(layout.ipus))
+        figures["axes"] = axes_of(program, account.collectives, wires)
         timing = simulated(LEVELS[0]) if has_ipus else timing
     if has_ipus:
-        found["collectives"][COPY] = CollectiveCost(count=timing.copies, bytes=timing.copied_bytes)
+        figures["collectives"][COPY] = CollectiveCost(count=timing.copies, bytes=timing.copied_bytes)
         busy = {ipu: None if chip is None else timing.busy[ipu] for ipu in layout.ipus}
-        found["ipus"] = tuple(IpuCost(ipu=ipu, seconds=each) for ipu, each in busy.items())
+        figures["ipus"] = tuple(IpuCost(ipu=ipu, seconds=each) for ipu, each in busy.items())
     return Cost(
         name=f"Ir[id={layout.main.ir.id}]",
         chip=layout.devices[0].device_kind if chip is None else chip.name,
         cycles=_cycles(program, chip, executables),
         compile_seconds=program.seconds,
-        **found,
+        **figures,
     )
 
 
@@ -103,11 +103,11 @@ def cost_of_executable(
     """
     executables, count = [ExecutableRuns(None, module, account_of(module), 1)], len(devices)
     account = _total(executables)
-    found: dict[str, Any] = {"seconds": None, "graphs": graphs_of(account, {}, count)}
+    figures: dict[str, Any] = {"seconds": None, "graphs": graphs_of(account, {}, count)}
     if chip is not None:
         timelines = _Timelines(executables, Wires.between(chip, devices))
-        found = _times(timelines, account, {}, timelines.total_seconds, count)
-        found |= _utilisation(account, chip, found["seconds"], count)
+        figures = _times(timelines, account, {}, timelines.total_seconds, count)
+        figures |= _utilisation(account, chip, figures["seconds"], count)
     return Cost(
         name=name,
         chip=kind if chip is None else chip.name,
@@ -119,7 +119,7 @@ def cost_of_executable(
         cycles=account.total.cycles if isinstance(chip, Tpu) else None,
         compile_seconds=seconds,
         **_counted(executables, {}, count),
-        **found,
+        **figures,
     )
 
 
@@ -129,11 +129,11 @@ def account_of_program(program: CompiledProgram) -> Account:
 
 
 def _executables(program: CompiledProgram) -> list[ExecutableRuns]:
-    found = []
+    executables = []
     for structure, executable, times in executables_of(program):
         module = parse_hlo(executable.as_text())
-        found.append(ExecutableRuns(structure, module, account_of(module), times))
-    return found
+        executables.append(ExecutableRuns(structure, module, account_of(module), times))
+    return executables
 
 
 def _total(executables: Iterable[ExecutableRuns]) -> Account:
@@ -213,8 +213,8 @@ def _variable_names(program: CompiledProgram) -> dict[str, str]:
     """Names of the variables in arguments of a program, by those that JAX gives to arguments."""
     layout = program.layout
     return {
-        f"{what}[{i}]": _listed([t.name for t in block.tensors])
-        for what, blocks in (("changing", layout.changing), ("constant", layout.constant))
+        f"{role}[{i}]": _listed([t.name for t in block.tensors])
+        for role, blocks in (("changing", layout.changing), ("constant", layout.constant))
         for i, block in enumerate(blocks)
     }
 
@@ -247,8 +247,8 @@ def _counted(executables: Sequence[ExecutableRuns], names: Mapping[str, str], re
 
 def host_copies_of(program: CompiledProgram) -> HostCopies:
     """Copies of one run of a program between the memories of device and host, summed over its executables."""
-    found = [(host_copies(parse_hlo(executable.as_text())), times) for _, executable, times in executables_of(program)]
-    return HostCopies(sum(each.overlapped * n for each, n in found), sum(each.exposed * n for each, n in found))
+    copies = [(host_copies(parse_hlo(executable.as_text())), times) for _, executable, times in executables_of(program)]
+    return HostCopies(sum(each.overlapped * n for each, n in copies), sum(each.exposed * n for each, n in copies))
 
 
 def copies_of(program: CompiledProgram) -> Timing:
@@ -275,44 +275,44 @@ def _copying(program: CompiledProgram, chip: Chip) -> Callable[[int], float]:
 
 def _sizes(program: CompiledProgram) -> dict[str, Any]:
     """Memory sizes of executables from XLA; for a plan, including values live between its segments."""
-    found = [executable.memory_analysis() for executable in program.executables()]
+    analyses = [executable.memory_analysis() for executable in program.executables()]
     on_host = sum(bytes for bytes, is_on_host in program.layout.bytes_of_buffers().values() if is_on_host)
     sizes: dict[str, Any] = {
-        "code_bytes": sum(each.generated_code_size_in_bytes for each in found) or None,
+        "code_bytes": sum(each.generated_code_size_in_bytes for each in analyses) or None,
         "temporary_bytes": program.temporaries(),
-        "host_bytes": on_host + max(each.host_temp_size_in_bytes for each in found),
+        "host_bytes": on_host + max(each.host_temp_size_in_bytes for each in analyses),
     }
     if not isinstance(program.executable, Plan):
-        (whole,) = found
+        (analysis,) = analyses
         return sizes | {
-            "argument_bytes": whole.argument_size_in_bytes,
-            "alias_bytes": whole.alias_size_in_bytes,
+            "argument_bytes": analysis.argument_size_in_bytes,
+            "alias_bytes": analysis.alias_size_in_bytes,
         }
     layout = program.layout
-    held = [*layout.bytes_of_variables().values()]
-    held += [
+    state = [*layout.bytes_of_variables().values()]
+    state += [
         (bytes, buffer in layout.stored_to)
         for buffer, (bytes, is_on_host) in layout.bytes_of_buffers().items()
         if not is_on_host
     ]
     streams = layout.bytes_of_streams()
     return sizes | {
-        "argument_bytes": sum(bytes for bytes, _ in held) + sum(streams[stream] for stream in layout.inputs),
-        "alias_bytes": sum(bytes for bytes, is_changed in held if is_changed),
+        "argument_bytes": sum(bytes for bytes, _ in state) + sum(streams[stream] for stream in layout.inputs),
+        "alias_bytes": sum(bytes for bytes, is_changed in state if is_changed),
     }
 
 
 def _host_traffic(program: CompiledProgram) -> dict[str, int]:
     """Host traffic in bytes per run, keyed by graph: remote buffer slots, feeds and fetches."""
-    layout, found = program.layout, defaultdict[str, int](int)
+    layout, traffic = program.layout, defaultdict[str, int](int)
     on_host = {buffer for buffer, (_, is_on_host) in layout.bytes_of_buffers().items() if is_on_host}
     for graph, times in runs_of(layout.main).items():
         name = "" if graph is layout.main else graph.name
-        for op in (part for each in graph.ops for part in each.parts):
+        for op in (op_part for each in graph.ops for op_part in each.parts):
             if op.kind.exchange == "buffer" and op.attributes["buffer"] in on_host:
-                found[name] += times * moved(op) * program.layout.replicas.per_device
-    found[""] += sum(layout.bytes_of_streams().values())
-    return found
+                traffic[name] += times * moved(op) * program.layout.replicas.per_device
+    traffic[""] += sum(layout.bytes_of_streams().values())
+    return traffic
 
 
 def _by_kind(collectives: Iterable[Collective]) -> dict[str, CollectiveCost]:
@@ -323,7 +323,7 @@ def _by_kind(collectives: Iterable[Collective]) -> dict[str, CollectiveCost]:
 
 
 def _by_line(collectives: Iterable[Collective], all_replicas: int) -> tuple[CollectiveUse, ...]:
-    found = group_by(collectives, lambda each: (each.kind, each.source, each.graph, each.group_size or all_replicas))
+    groups = group_by(collectives, lambda each: (each.kind, each.source, each.graph, each.group_size or all_replicas))
     return tuple(
         CollectiveUse(
             kind=kind,
@@ -333,5 +333,5 @@ def _by_line(collectives: Iterable[Collective], all_replicas: int) -> tuple[Coll
             count=sum(e.runs for e in alike),
             bytes=sum(e.runs * e.bytes for e in alike),
         )
-        for (kind, source, graph, replicas), alike in found.items()
+        for (kind, source, graph, replicas), alike in groups.items()
     )

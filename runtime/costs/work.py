@@ -27,7 +27,7 @@ _NOTHING = frozenset(
 )
 """Instructions that are no kernel: they run nothing, or others."""
 
-_EACH = frozenset(
+_ELEMENTWISE = frozenset(
     "abs add and atan2 cbrt ceil clamp compare convert cosine divide erf exponential exponential-minus-one floor "
     "is-finite log log-plus-one logistic maximum minimum multiply negate not or popcnt power real remainder "
     "round-nearest-afz round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine "
@@ -149,7 +149,7 @@ class Account:
         """Add `more`, executed `times` times."""
         for name, work in more.graphs.items():
             self.graphs[name].add(work, times)
-        self.collectives += (each._replace(runs=each.runs * times) for each in more.collectives)
+        self.collectives += (collective._replace(runs=collective.runs * times) for collective in more.collectives)
 
 
 def account_of(
@@ -177,8 +177,9 @@ def is_kernel(instruction: Instruction) -> bool:
 
 def work_of(instruction: Instruction) -> Work:
     """Work of one run of a kernel."""
-    is_beside = instruction.opcode.endswith("-start") and instruction.kind not in COLLECTIVES
-    work = Work(int(not (is_beside or _is_number(instruction))), int(instruction.kind == "copy"), instruction.cycles)
+    is_async_copy = instruction.opcode.endswith("-start") and instruction.kind not in COLLECTIVES
+    is_counted = not (is_async_copy or _is_number(instruction))
+    work = Work(int(is_counted), int(instruction.kind == "copy"), instruction.cycles)
     _add_operations(instruction, work)
     for memory, count in _traffic(instruction):
         work.bytes += count
@@ -194,7 +195,7 @@ def collectives_of(instruction: Instruction, graph: str, times: int = 1) -> list
 
 def _is_number(instruction: Instruction) -> bool:
     """Whether an instruction computes a single scalar outside of fusions: TPUs execute these on their scalar unit."""
-    return instruction.kind in _EACH and all(shape.elements == 1 for shape in instruction.results)
+    return instruction.kind in _ELEMENTWISE and all(shape.elements == 1 for shape in instruction.results)
 
 
 # Operations ----------------------------------------------------------------------------------------------------------
@@ -205,13 +206,13 @@ def _add_operations(instruction: Instruction, work: Work) -> None:
     kind, result = instruction.kind, instruction.results[0] if instruction.results else Shape("token", ())
     operands = [shapes[0] for shapes in instruction.operand_shapes if shapes]
     if kind == "fusion":
-        for inside in instruction.called:
-            for each in inside.instructions.values():
+        for computation in instruction.called:
+            for each in computation.instructions.values():
                 _add_operations(each, work)
-    elif found := _sized_product(instruction, operands, result):
-        work.products[found.product] += found.flops
-        work.sized.append(found)
-    elif kind in _EACH:
+    elif product := _sized_product(instruction, operands, result):
+        work.products[product.product] += product.flops
+        work.sized.append(product)
+    elif kind in _ELEMENTWISE:
         work.elementwise += result.elements
     elif kind == "reduce":
         work.elementwise += operands[0].elements * _ops_per_element(instruction)
@@ -227,23 +228,23 @@ def _sized_product(instruction: Instruction, operands: list[Shape], result: Shap
     target = instruction.target if instruction.kind == "custom-call" else ""
     if instruction.kind == "dot" or ("cublas" in target and operands):
         if instruction.kind == "dot":
-            inside, beside = instruction.sizes("lhs_contracting_dims"), instruction.sizes("lhs_batch_dims")
+            contracting, batched = instruction.sizes("lhs_contracting_dims"), instruction.sizes("lhs_batch_dims")
         else:
-            inside, beside = (_dimensions_of_library(instruction, name) for name in ("contracting", "batch"))
+            contracting, batched = (_library_dimensions(instruction, name) for name in ("contracting", "batch"))
         dimensions = operands[0].dimensions
-        depth, batch = (math.prod(dimensions[d] for d in each) for each in (inside, beside))
+        depth, batch = (math.prod(dimensions[d] for d in each) for each in (contracting, batched))
         rows = math.prod(dimensions) // max(1, depth * batch)
         columns = result.elements // max(1, rows * batch)
         flops = 2 * result.elements * depth
     elif instruction.kind == "convolution":
-        flops = _of_convolution(instruction, operands[0], operands[1], result)
+        flops = _convolution_flops(instruction, operands[0], operands[1], result)
         batch, columns = 1, result.dimensions[re.split("[_>-]+", instruction.attribute("dim_labels"))[2].index("f")]
         rows = result.elements // max(1, columns)
         depth = flops // max(1, 2 * result.elements)
     elif "fmha" in target:
-        return _of_library_attention(instruction, operands[0])
+        return _library_attention_product(instruction, operands[0])
     elif "conv" in target and len(operands) > 1:
-        flops, columns = _of_library_convolution(instruction, operands, result)
+        flops, columns = _library_convolution_flops(instruction, operands, result)
         batch, rows = 1, result.elements // max(1, columns)
         depth = flops // max(1, 2 * result.elements)
     else:
@@ -251,7 +252,7 @@ def _sized_product(instruction: Instruction, operands: list[Shape], result: Shap
     return SizedProduct(_product(operands[0], instruction), flops, batch, rows, columns, depth)
 
 
-def _of_library_attention(instruction: Instruction, queries: Shape) -> SizedProduct | None:
+def _library_attention_product(instruction: Instruction, queries: Shape) -> SizedProduct | None:
     """Products of cuDNN's attention, as one: of scores and results, or of scores anew and four gradients.
 
     Its settings have the shape of the scores; `None` without it. Kernels leave out blocks that a causal mask hides.
@@ -268,19 +269,21 @@ def _of_library_attention(instruction: Instruction, queries: Shape) -> SizedProd
     return SizedProduct(_product(queries, instruction), flops, batch * heads, rows, columns, depth)
 
 
-def _dimensions_of_library(instruction: Instruction, name: str) -> tuple[int, ...]:
-    found = re.search(rf'"lhs_{name}_dimensions":\["?([\d",]*)', instruction.text)
-    return tuple(map(int, re.findall(r"\d+", found[1]))) if found else ()
+def _library_dimensions(instruction: Instruction, name: str) -> tuple[int, ...]:
+    match = re.search(rf'"lhs_{name}_dimensions":\["?([\d",]*)', instruction.text)
+    return tuple(map(int, re.findall(r"\d+", match[1]))) if match else ()
 
 
 def _ops_per_element(instruction: Instruction) -> int:
     """Elementwise operations per element of an instruction: one for a sum."""
-    return sum(each.kind in _EACH for inside in instruction.called for each in inside.instructions.values())
+    return sum(
+        op.kind in _ELEMENTWISE for computation in instruction.called for op in computation.instructions.values()
+    )
 
 
 def _product(factor: Shape, instruction: Instruction) -> Product:
-    found = re.search(r'\boperand_precision"?[=:][{\[]([^}\]]*)', instruction.text)  # in the settings of a library, too
-    precisions = set(re.findall(r"\w+", found[1].lower())) if found else set()
+    match = re.search(r'\boperand_precision"?[=:][{\[]([^}\]]*)', instruction.text)  # in the settings of a library, too
+    precisions = set(re.findall(r"\w+", match[1].lower())) if match else set()
     precision = next((each for each in ("highest", "high") if each in precisions), "default")
     dtype = "float8" if factor.dtype.startswith("f8") else _DTYPES.get(factor.dtype, factor.dtype)
     return Product(dtype, precision)
@@ -288,33 +291,36 @@ def _product(factor: Shape, instruction: Instruction) -> Product:
 
 def _window(instruction: Instruction, name: str) -> list[int]:
     """Numeric window attribute, such as `size=3x3`."""
-    found = re.search(rf"\b{name}=([\d_x\-]+)", instruction.attribute("window"))
-    return list(map(int, re.split("[x_]", found[1]))) if found else []
+    match = re.search(rf"\b{name}=([\d_x\-]+)", instruction.attribute("window"))
+    return list(map(int, re.split("[x_]", match[1]))) if match else []
 
 
-def _of_convolution(instruction: Instruction, image: Shape, kernel: Shape, result: Shape) -> int:
+def _convolution_flops(instruction: Instruction, image: Shape, kernel: Shape, result: Shape) -> int:
     """Operation count of a convolution: two per product of actual elements, excluding padding and dilation gaps."""
     of_image, of_kernel, of_result = re.split("[_>-]+", instruction.attribute("dim_labels"))
     sizes = _window(instruction, "size")
     count = len(sizes)
     strides = _window(instruction, "stride") or [1] * count
     pads = _window(instruction, "pad") or [0] * (2 * count)
-    spread = _window(instruction, "lhs_dilate") or [1] * count
-    apart = _window(instruction, "rhs_dilate") or [1] * count
-    pairs = 1
+    image_dilation = _window(instruction, "lhs_dilate") or [1] * count
+    kernel_dilation = _window(instruction, "rhs_dilate") or [1] * count
+    products = 1
     for d in range(count):
-        inside = image.dimensions[of_image.index(str(d))]
-        outside = result.dimensions[of_result.index(str(d))]
-        last = (inside - 1) * spread[d]
-        places = (o * strides[d] + k * apart[d] - pads[2 * d] for o, k in product(range(outside), range(sizes[d])))
-        pairs *= sum(0 <= place <= last and place % spread[d] == 0 for place in places)
+        image_size = image.dimensions[of_image.index(str(d))]
+        result_size = result.dimensions[of_result.index(str(d))]
+        last = (image_size - 1) * image_dilation[d]
+        positions = (
+            o * strides[d] + k * kernel_dilation[d] - pads[2 * d]
+            for o, k in product(range(result_size), range(sizes[d]))
+        )
+        products *= sum(0 <= position <= last and position % image_dilation[d] == 0 for position in positions)
     features_in = kernel.dimensions[of_kernel.index("i")]
     features_out = result.dimensions[of_result.index("f")]
     batch = result.dimensions[of_result.index("b")]
-    return 2 * pairs * features_in * features_out * batch
+    return 2 * products * features_in * features_out * batch
 
 
-def _of_library_convolution(instruction: Instruction, operands: list[Shape], result: Shape) -> tuple[int, int]:
+def _library_convolution_flops(instruction: Instruction, operands: list[Shape], result: Shape) -> tuple[int, int]:
     """Operation count of a library's convolution, and the columns of its product."""
     target = instruction.target
     labels = re.split("[_>-]+", instruction.attribute("dim_labels"))
@@ -334,29 +340,29 @@ def _traffic(instruction: Instruction) -> Iterator[tuple[int, int]]:
     """Memory traffic of an instruction: pairs of memory space number and byte count."""
     operands, results = instruction.operand_shapes, instruction.results
     if instruction.kind == "fusion":
-        (inside,) = instruction.called
-        needed = _elements_read(inside)
+        (fused,) = instruction.called
+        needed = _elements_read(fused)
         for number, shapes in enumerate(operands):
-            given = inside.parameters[number]
-            whole = sum(shape.bytes for shape in given.results)
-            yield shapes[0].memory if shapes else 0, whole * needed[given] // max(1, _elements(given))
-        written = _bytes_written(inside.root)
+            parameter = fused.parameters[number]
+            nbytes = sum(shape.bytes for shape in parameter.results)
+            yield shapes[0].memory if shapes else 0, nbytes * needed[parameter] // max(1, _elements(parameter))
+        result_bytes = _bytes_written(fused.root)
         if instruction.opcode.endswith("-start"):  # its operands and a number stand around the results
-            results = results[-1 - len(written) : -1]
-        yield from zip((shape.memory for shape in results), written, strict=False)
+            results = results[-1 - len(result_bytes) : -1]
+        yield from zip((shape.memory for shape in results), result_bytes, strict=False)
         return
     if instruction.kind in _SLICES:
-        part = results[-2] if instruction.opcode.endswith("-start") else results[0]
-        yield operands[0][0].memory, part.bytes
-        yield part.memory, part.bytes
+        slice_shape = results[-2] if instruction.opcode.endswith("-start") else results[0]
+        yield operands[0][0].memory, slice_shape.bytes
+        yield slice_shape.memory, slice_shape.bytes
         return
     if instruction.kind == "dynamic-update-slice":
-        part = operands[1][0]
-        yield part.memory, part.bytes
-        yield operands[0][0].memory, part.bytes
+        slice_shape = operands[1][0]
+        yield slice_shape.memory, slice_shape.bytes
+        yield operands[0][0].memory, slice_shape.bytes
         return
-    read = [shape for shapes in operands for shape in shapes]
-    yield from ((shape.memory, shape.bytes) for shape in read)
+    operand_shapes = [shape for shapes in operands for shape in shapes]
+    yield from ((shape.memory, shape.bytes) for shape in operand_shapes)
     if instruction.kind == "copy":
         yield results[0].memory, results[0].bytes
     elif instruction.opcode.endswith("-start"):
@@ -374,26 +380,26 @@ def _elements_read(fused: Computation) -> Counter[Instruction]:
     A fusion computes, and reads, no others. An element that several instructions need counts for each of them, up to
     the size of the whole.
     """
-    read = Counter({fused.root: _elements(fused.root)})
+    needed_elements = Counter({fused.root: _elements(fused.root)})
     for user in reversed(fused.instructions.values()):
         for position, operand in enumerate(user.operands):
             if operand is not None:
-                needed = _elements_needed(user, position, read[user])
-                read[operand] = min(_elements(operand), read[operand] + needed)
-    return read
+                needed = _elements_needed(user, position, needed_elements[user])
+                needed_elements[operand] = min(_elements(operand), needed_elements[operand] + needed)
+    return needed_elements
 
 
 def _elements_needed(user: Instruction, position: int, count: int) -> int:
     """How many elements of an operand an instruction reads, at most, for `count` elements of its results."""
-    whole = sum(shape.elements for shape in user.operand_shapes[position])
-    if user.opcode in _SLICES and position == 0 or user.opcode in _EACH or user.opcode in _REARRANGED:
-        return min(whole, count)
+    all_elements = sum(shape.elements for shape in user.operand_shapes[position])
+    if user.opcode in _SLICES and position == 0 or user.opcode in _ELEMENTWISE or user.opcode in _REARRANGED:
+        return min(all_elements, count)
     if user.opcode == "dynamic-update-slice" and position == 0:
         return 0
     if user.opcode == "fusion":
         (nested,) = user.called
         return _elements_read(nested)[nested.parameters[position]]
-    return whole
+    return all_elements
 
 
 def _elements(instruction: Instruction) -> int:
@@ -422,24 +428,24 @@ def _collective_instructions(instruction: Instruction) -> Iterator[Instruction]:
     """
     if instruction.kind in COLLECTIVES:
         is_split = "chain_id=" in instruction.text
-        if not is_split or any(each.target == "AsyncCollectiveStart" for each in instruction.users):
+        if not is_split or any(nested.target == "AsyncCollectiveStart" for nested in instruction.users):
             yield instruction
     elif instruction.opcode == "fusion":
-        for inside in instruction.called:
-            for each in inside.instructions.values():
-                yield from _collective_instructions(each)
+        for computation in instruction.called:
+            for nested in computation.instructions.values():
+                yield from _collective_instructions(nested)
 
 
 def _exchanged_bytes(instruction: Instruction) -> int:
     """Bytes of a collective: the larger of its operands and its results."""
     operands = [shape for shapes in instruction.operand_shapes for shape in shapes]
-    given = sum(shape.bytes for shape in operands)
+    operand_bytes = sum(shape.bytes for shape in operands)
     if instruction.kind == "collective-permute":  # the results are as large; on TPUs, contexts follow them
-        return given
-    taken = sum(shape.bytes for shape in instruction.results)
+        return operand_bytes
+    result_bytes = sum(shape.bytes for shape in instruction.results)
     if instruction.opcode.endswith("-start") and len(instruction.results) > len(operands):
-        taken -= given  # results include operands: of all-reduce from JAX 0.12 on
-    return max(given, taken)
+        result_bytes -= operand_bytes  # results include operands: of all-reduce from JAX 0.12 on
+    return max(operand_bytes, result_bytes)
 
 
 def _collective(instruction: Instruction, graph: str, times: int) -> Collective:

@@ -245,13 +245,13 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, context: Context
     rows = loop.rows()
 
     def iterate(state: Any, inputs: tuple[Array, Sequence[Array]]) -> Any:
-        (before, positions), (i, cut) = state, inputs
-        inside = loop_channels.in_iteration(positions)
+        (before, positions), (i, sliced) = state, inputs
+        channels = loop_channels.in_iteration(positions)
         iteration = loop.begin_iteration(before, i)
-        body = context.in_loop_body(inside, cut=dict(zip(rows, cut, strict=True)))
+        body = context.in_loop_body(channels, cut=dict(zip(rows, sliced, strict=True)))
         results = lowering.lower_call(loop.graph, iteration.inputs, body, in_rows=True, sharing=iteration.sharing)
         after, further = loop.end_iteration(iteration, results)
-        return (after, inside.carried(streams)), further
+        return (after, channels.carried(streams)), further
 
     (run,) = op.runs
     start, numbers = (loop.start, loop_channels.start), jnp.arange(run.iterations, dtype=jnp.int32)

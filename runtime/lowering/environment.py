@@ -40,8 +40,8 @@ class Results:
 
     def unpacked(self) -> Results:
         """The results with all packed slots loaded."""
-        written = {i: load(place) for i, place in self.modified.items()}
-        return Results(tuple(map(load, self.outputs)), written, self.modified_storages, self.computed)
+        modified = {i: load(value) for i, value in self.modified.items()}
+        return Results(tuple(map(load, self.outputs)), modified, self.modified_storages, self.computed)
 
 
 class Environment:
@@ -74,8 +74,8 @@ class Environment:
     def slot_or_value(self, t: Tensor) -> Array | PackedSlot:
         """The packed slot of a tensor, if a slot holds exactly this tensor; otherwise its current value."""
         storage, views = self._resolve_views(t)
-        place = None if views else self.values.get(storage)
-        return place if isinstance(place, PackedSlot) else self.value_of(t)
+        held_value = None if views else self.values.get(storage)
+        return held_value if isinstance(held_value, PackedSlot) else self.value_of(t)
 
     def sharing(self, op: Op) -> Sharing:
         """Find by-reference inputs of a called graph that share storage."""
@@ -86,15 +86,15 @@ class Environment:
         for i, of_input in storages.items():
             for storage in of_input:
                 users.setdefault(storage, set()).add(i)
-        groups = [found for found in users.values() if len(found) > 1 and not found.isdisjoint(op.modified)]
+        groups = [group for group in users.values() if len(group) > 1 and not group.isdisjoint(op.modified)]
         positions = frozenset[int]().union(*groups)
         if not positions:
             return Sharing()
-        same = {run.inputs[i]: op.inputs[i] for i in sorted(positions)}
-        inside = dict.fromkeys(storage for i in sorted(positions) for storage in storages[i])
-        written = dict.fromkeys(storage for i in sorted(positions & op.modified) for storage in storages[i])
-        values = {storage: self.value_of(storage) for storage in inside}
-        return Sharing(positions, {**self._aliases, **same}, values, tuple(written))
+        caller_tensors = {run.inputs[i]: op.inputs[i] for i in sorted(positions)}
+        shared_storages = dict.fromkeys(storage for i in sorted(positions) for storage in storages[i])
+        modified = dict.fromkeys(storage for i in sorted(positions & op.modified) for storage in storages[i])
+        values = {storage: self.value_of(storage) for storage in shared_storages}
+        return Sharing(positions, {**self._aliases, **caller_tensors}, values, tuple(modified))
 
     def results(self, graph: Graph, values: Container[Tensor], sharing: Sharing) -> Results:
         """Collect the results of a graph after its last op.
@@ -113,16 +113,16 @@ class Environment:
 
     def _storages(self, t: Tensor) -> tuple[Tensor, ...]:
         """All storages under a tensor, through views."""
-        found: dict[Tensor, None] = {}
+        storages: dict[Tensor, None] = {}
         waiting = [t]
         while waiting:
             storage, _ = self._resolve_views(waiting.pop())
-            joined = view_of(storage)
-            if joined is None:
-                found[storage] = None
+            concatenation = view_of(storage)
+            if concatenation is None:
+                storages[storage] = None
             else:
-                waiting += reversed(joined.inputs)
-        return tuple(found)
+                waiting += reversed(concatenation.inputs)
+        return tuple(storages)
 
     def value_of(self, t: Tensor) -> Array:
         """Read the current value of a tensor, through views of its storage."""
@@ -132,12 +132,12 @@ class Environment:
             value = view.apply([value])
         return value
 
-    def define(self, t: Tensor, place: Array | PackedSlot) -> None:
+    def define(self, t: Tensor, value: Array | PackedSlot) -> None:
         """Define a new tensor: a value, or a packed slot without another user."""
-        if isinstance(place, PackedSlot):
-            self.values[t] = place
+        if isinstance(value, PackedSlot):
+            self.values[t] = value
         else:
-            self.write(t, place)
+            self.write(t, value)
 
     def replace_equal(self, t: Tensor, value: Array) -> None:
         """Let later ops read an equal value of a tensor, unless it is a view or in a packed slot."""
@@ -154,31 +154,31 @@ class Environment:
         """Write a tensor: its storage, or the viewed part of a storage."""
         changes: list[tuple[Tensor, Array, Array | None]] = [(t, value, None)]
         while changes:
-            t, value, is_written = changes.pop()
-            if is_written is not None:
-                value = jnp.where(is_written, value, self.value_of(t))
+            t, value, mask = changes.pop()
+            if mask is not None:
+                value = jnp.where(mask, value, self.value_of(t))
             storage, views = self._resolve_views(t)
             bases = [self._storage(storage)] if views else []
             for view in views[:-1]:
                 bases.append(view.apply([bases[-1]]))
             for view, base in zip(reversed(views), reversed(bases), strict=True):
                 (value,) = view.put([base], value)
-            joined = view_of(storage)
-            if joined is None:
-                place = self.values.get(storage)
-                rows = len(place.packed.array) if isinstance(place, PackedSlot) else self._rows
+            concatenation = view_of(storage)
+            if concatenation is None:
+                slot = self.values.get(storage)
+                rows = len(slot.packed.array) if isinstance(slot, PackedSlot) else self._rows
                 value = self._order.order_write(storage, value, rows)
-                if isinstance(place, PackedSlot):
-                    place.write(value)
+                if isinstance(slot, PackedSlot):
+                    slot.write(value)
                 else:
                     self.values[storage] = value
             else:
-                current = [self.value_of(base) for base in joined.inputs]
-                parts = joined.put(current, value)
-                written: Sequence[Array | None] = [None] * len(parts)
-                if (views or is_written is not None) and self._may_overlap(joined.inputs):
-                    written = self._written_parts(joined, views, bases, t, is_written)
-                changes += reversed(list(zip(joined.inputs, parts, written, strict=True)))
+                current = [self.value_of(base) for base in concatenation.inputs]
+                pieces_written = concatenation.put(current, value)
+                masks: Sequence[Array | None] = [None] * len(pieces_written)
+                if (views or mask is not None) and self._may_overlap(concatenation.inputs):
+                    masks = self._written_parts(concatenation, views, bases, t, mask)
+                changes += reversed(list(zip(concatenation.inputs, pieces_written, masks, strict=True)))
 
     def _may_overlap(self, ts: Iterable[Tensor]) -> bool:
         """Whether some of these tensors share storage."""
@@ -186,14 +186,14 @@ class Environment:
         return len(set(storages)) < len(storages)
 
     def _written_parts(
-        self, joined: Op, views: Sequence[Op], bases: Sequence[Array], t: Tensor, is_written: Array | None
+        self, concatenation: Op, views: Sequence[Op], bases: Sequence[Array], t: Tensor, outer_mask: Array | None
     ) -> Sequence[Array]:
         """Masks of the elements that a write to a view changes, for each tensor joined: another of them may hold the
         new value of an unchanged element."""
-        mask = jnp.ones(t.shape, bool) if is_written is None else is_written
+        mask = jnp.ones(t.shape, bool) if outer_mask is None else outer_mask
         for view, base in zip(reversed(views), reversed(bases), strict=True):
             (mask,) = view.put([jnp.zeros(base.shape, bool)], mask)
-        return joined.put([jnp.zeros(base.shape, bool) for base in joined.inputs], mask)
+        return concatenation.put([jnp.zeros(base.shape, bool) for base in concatenation.inputs], mask)
 
     def _storage(self, t: Tensor) -> Array:
         """Value of a storage, or of a view across several tensors."""
@@ -230,15 +230,15 @@ class Environment:
 
     def _concatenated(self, t: Tensor, values: Mapping[Tensor, Array]) -> Array:
         """Value of a view of several tensors; `values` has those of such views among them."""
-        op, parts = view_of(t), []
+        op, operands = view_of(t), []
         assert op is not None
         for base in op.inputs:
             storage, views = self._resolve_views(base)
-            part = values[storage] if storage in values else self._storage(storage)
+            operand = values[storage] if storage in values else self._storage(storage)
             for view in views:
-                part = view.apply([part])
-            parts.append(part)
-        return op.apply(parts)
+                operand = view.apply([operand])
+            operands.append(operand)
+        return op.apply(operands)
 
 
 def no_value(t: Tensor) -> PopxlError:

@@ -99,28 +99,28 @@ def _offset(op: Op, environment: Environment) -> Array:
             f"Session: {op!r} ({op.source}) moves {t!r}, and {buffer!r} has been defined anew since. Make the op after "
             "`set_remote_buffer_info`."
         )
-    for number, place in _known_numbers(offset, op):
+    for number, caller in _known_numbers(offset, op):
         if not 0 <= number < buffer.entries:
-            raise PopxlError(f"Session: {_beyond(op, place, number, buffer)} Make `entries` larger.")
+            raise PopxlError(f"Session: {_beyond(op, caller, number, buffer)} Make `entries` larger.")
     array = environment.value_of(offset).reshape(())
     if not isinstance(array, jax.core.Tracer) and not 0 <= int(array) < buffer.entries:  # in the debugger
         raise PopxlRuntimeError(f"Session.run: {_beyond(op, op, int(array), buffer)} It would get the last one.")
     return array
 
 
-def _beyond(op: Op, place: Op, number: int, buffer: RemoteBuffer) -> str:
-    return f"{op!r} ({place.source}) uses slot {number} of {buffer!r}, whose last slot is {buffer.entries - 1}."
+def _beyond(op: Op, caller: Op, number: int, buffer: RemoteBuffer) -> str:
+    return f"{op!r} ({caller.source}) uses slot {number} of {buffer!r}, whose last slot is {buffer.entries - 1}."
 
 
 def _known_numbers(t: Tensor, user: Op) -> Iterator[tuple[int, Op]]:
     """Constant values of a slot number, followed through call sites, with the op that passes each."""
-    seen, todo = set(), [(t.origin, user)]
+    visited, todo = set(), [(t.origin, user)]
     while todo:
-        t, place = todo.pop()
+        t, caller = todo.pop()
         if isinstance(t, Constant):
-            yield int(t.data.item()), place
-        elif t not in seen and t in t.graph.inputs:
-            seen.add(t)
+            yield int(t.data.item()), caller
+        elif t not in visited and t in t.graph.inputs:
+            visited.add(t)
             from_the_end = t.graph.inputs.index(t) - len(t.graph.inputs)
             todo += [(site.inputs[from_the_end].origin, site) for site in t.graph.call_sites if is_call(site)]
 
@@ -200,11 +200,11 @@ def _(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tuple[Ar
     return rows.reshape(slots.shape), True
 
 
-def _flatten_replicas(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tuple[Array, list[Array]]:
+def _flatten_replicas(count: int, is_batched: Sequence[bool], slots: Array, *rest: Array) -> tuple[Array, list[Array]]:
     """Flatten slots of all replicas to one dimension, because TPUs slice one dimension only. Returns them with the
     other operands; slot numbers, last, count all replicas' slots."""
-    is_own, *others = given
-    assert is_own, "each replica has slots of its own"
+    slots_are_batched, *others = is_batched
+    assert slots_are_batched, "each replica has slots of its own"
     *values, offsets = (
         x if each else jnp.broadcast_to(x, (count, *x.shape)) for x, each in zip(rest, others, strict=True)
     )
@@ -220,8 +220,8 @@ def buffer_text(buffer: RemoteBuffer, main: Graph) -> str:
     """Describe a buffer for errors: its variables, and its first user's source line."""
     users = (op for op in lowered_ops(main) if op.attributes.get("buffer") is buffer)
     used = next((f" ({op!r}, {op.source})" for op in users), "")
-    inside = ", ".join(repr(v.name) for v in variables_in(buffer, main.variables))
-    return f"{f'the remote variables {inside} in ' if inside else ''}{buffer!r}{used}"
+    variables = ", ".join(repr(v.name) for v in variables_in(buffer, main.variables))
+    return f"{f'the remote variables {variables} in ' if variables else ''}{buffer!r}{used}"
 
 
 def check_width(buffers: Iterable[RemoteBuffer], main: Graph) -> None:
@@ -246,20 +246,20 @@ def check_places(text: str, results: Sequence[RemoteBuffer | None], main: Graph)
     Raises:
         PopxlError: if a buffer is in the memory of the device, or anything else in that of the host.
     """
-    found = _PLACES.search(text)
-    if found is None:
+    match = _PLACES.search(text)
+    if match is None:
         raise PopxlInternalError("remote buffers: the HLO of an executable does not say where its arguments are.")
-    taken, given = (["S(5)" in each for each in _TYPE.findall(side)] for side in found.group(1, 2))
-    given = given[len(given) - len(results) :]  # tokens come first
-    lost = [b for b, on_host in zip(results, given, strict=True) if b is not None and not on_host]
+    read, stored = (["S(5)" in each for each in _TYPE.findall(memory_types)] for memory_types in match.group(1, 2))
+    stored = stored[len(stored) - len(results) :]  # tokens come first
+    lost = [b for b, on_host in zip(results, stored, strict=True) if b is not None and not on_host]
     count = sum(b is not None for b in results)
-    if not lost and sum(given) == sum(taken) == count:
+    if not lost and sum(stored) == sum(read) == count:
         return
     wanted = lost or [b for b in results if b is not None]
     raise PopxlError(
         f"Session: XLA has not put what is to be remote into the host's memory, and nothing else: "
-        f"{'; '.join(buffer_text(b, main) for b in wanted)}. Of {count} buffers, {sum(taken)} are read from there and "
-        f"{sum(given)} written. `ir.options.remoteBuffers = 'device'` keeps them in the device's memory."
+        f"{'; '.join(buffer_text(b, main) for b in wanted)}. Of {count} buffers, {sum(read)} are read from there and "
+        f"{sum(stored)} written. `ir.options.remoteBuffers = 'device'` keeps them in the device's memory."
     )
 
 
@@ -270,17 +270,17 @@ _TYPE = re.compile(r"\w+\[[^\]]*\](?:\{[^}]*\})?")
 # Their arrays --------------------------------------------------------------------------------------------------------
 
 
-def spec(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> Any:
-    """The array type of a buffer with all replicas' slots; `where` is its sharding."""
-    return jax.ShapeDtypeStruct(_shape(buffer, replicas, where), in_transit(buffer.tensor_dtype), sharding=where)
+def spec(buffer: RemoteBuffer, replicas: Replicas, sharding: Any) -> Any:
+    """The array type of a buffer with all replicas' slots; `sharding` is its sharding."""
+    return jax.ShapeDtypeStruct(_shape(buffer, replicas, sharding), in_transit(buffer.tensor_dtype), sharding=sharding)
 
 
-def _shape(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> tuple[int, ...]:
+def _shape(buffer: RemoteBuffer, replicas: Replicas, sharding: Any) -> tuple[int, ...]:
     """The array shape of a buffer; see `runtime.targets.replicas`."""
-    if where.memory_kind != HOST:
+    if sharding.memory_kind != HOST:
         return replicas.shape((buffer.entries, *buffer.tensor_shape))
-    parts = 2 if buffer.entries == 1 else 1  # see `_splits_slots`
-    blocks = parts * max(1, -(-buffer.slot_nelms // (parts * math.prod(BLOCK))))
+    pieces_per_slot = 2 if buffer.entries == 1 else 1  # see `_splits_slots`
+    blocks = pieces_per_slot * max(1, -(-buffer.slot_nelms // (pieces_per_slot * math.prod(BLOCK))))
     return (replicas.count * buffer.entries, blocks, *BLOCK)
 
 
@@ -294,15 +294,15 @@ def stored_to(main: Graph) -> frozenset[RemoteBuffer]:
 
 def variables_in(buffer: RemoteBuffer, variables: Iterable[Variable]) -> tuple[Variable, ...]:
     """Variables stored in a buffer, without those beyond its last slot."""
-    places = ((v, v.location_info) for v in variables)
-    return tuple(v for v, place in places if place.buffer is buffer and place.entry < buffer.entries)
+    locations = ((v, v.location_info) for v in variables)
+    return tuple(v for v, location in locations if location.buffer is buffer and location.entry < buffer.entries)
 
 
 def fill_buffer(
     buffer: RemoteBuffer,
     rows: Mapping[Variable, Callable[[int], np.ndarray]],
     replicas: Replicas,
-    where: Any,
+    sharding: Any,
     before: Array | None,
 ) -> Array:
     """Build a buffer's array with variables in their slots.
@@ -313,23 +313,23 @@ def fill_buffer(
     """
     if len({v.location_info.entry for v in rows}) == buffer.entries:
         before = None  # nothing of it stays, and fetching it costs
-    shape, dtype = _shape(buffer, replicas, where), in_transit(buffer.tensor_dtype)
+    shape, dtype = _shape(buffer, replicas, sharding), in_transit(buffer.tensor_dtype)
 
     def fill(slots: np.ndarray, replica: int) -> np.ndarray:
         for v, row in rows.items():
-            part = row(replica).astype(buffer.tensor_dtype.as_jax()).view(dtype)
-            slots[v.location_info.entry, : buffer.slot_nelms] = part
+            content = row(replica).astype(buffer.tensor_dtype.as_jax()).view(dtype)
+            slots[v.location_info.entry, : buffer.slot_nelms] = content
         return slots
 
     count, size = replicas.count, math.prod(shape)
     if before is None and replicas.mesh is not None:  # parts of other processes are not computed
         empty = (buffer.entries, size // count // buffer.entries)
-        return replicas.build_array(shape, lambda replica: fill(np.zeros(empty, dtype), replica), where)
-    whole = np.zeros(shape, dtype) if before is None else np.array(replicas.fetched(before))
-    slots = whole.reshape(count, buffer.entries, -1)  # a view of the same numbers
+        return replicas.build_array(shape, lambda replica: fill(np.zeros(empty, dtype), replica), sharding)
+    array = np.zeros(shape, dtype) if before is None else np.array(replicas.fetched(before))
+    slots = array.reshape(count, buffer.entries, -1)  # a view of the same numbers
     for replica in range(count):
         fill(slots[replica], replica)
-    return replicas.transfer(whole, where)
+    return replicas.transfer(array, sharding)
 
 
 def rows_of_slots(

@@ -269,45 +269,45 @@ class _Slice(NamedTuple):
         return lax.dynamic_update_slice_in_dim(array, rows, row, 0, allow_negative_indices=False)
 
 
-def _slices(places: Mapping[Tensor, Sequence[PackedSlot]]) -> Iterator[_Slice]:
+def _slices(slots: Mapping[Tensor, Sequence[PackedSlot]]) -> Iterator[_Slice]:
     """Group slots into slices, given each storage's slots by iteration."""
     by_array: dict[PackedArray, list[Tensor]] = {}
-    for name, rows in places.items():
+    for name, rows in slots.items():
         by_array.setdefault(rows[0].packed, []).append(name)
     for packed, names in by_array.items():
-        numbers = {name: tuple(row.number for row in places[name]) for name in names}
+        numbers = {name: tuple(row.number for row in slots[name]) for name in names}
         is_narrow = names[0].nelms * names[0].dtype.itemsize <= NARROW
-        begun: list[Tensor] = []
+        members: list[Tensor] = []
         for name in sorted(names, key=numbers.__getitem__):
-            if begun and not (is_narrow and numbers[name] == tuple(n + 1 for n in numbers[begun[-1]])):
-                yield _Slice(packed, tuple(begun), numbers[begun[0]])
-                begun = []
-            begun.append(name)
-        yield _Slice(packed, tuple(begun), numbers[begun[0]])
+            if members and not (is_narrow and numbers[name] == tuple(n + 1 for n in numbers[members[-1]])):
+                yield _Slice(packed, tuple(members), numbers[members[0]])
+                members = []
+            members.append(name)
+        yield _Slice(packed, tuple(members), numbers[members[0]])
 
 
 def is_constant(loop_input: LoopInput, environment: Environment) -> bool:
     """Whether an input is an unmodified constant, which is best embedded at its users."""
-    is_same = isinstance(loop_input.storage, Constant) and len(set(loop_input.by_iteration)) == 1
-    return is_same and not loop_input.is_modified and loop_input.storage not in environment.values
+    is_invariant = isinstance(loop_input.storage, Constant) and len(set(loop_input.by_iteration)) == 1
+    return is_invariant and not loop_input.is_modified and loop_input.storage not in environment.values
 
 
 def merge_overlapping(by_iteration: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
     """Merge storage tuples with common elements into groups."""
-    found: dict[Tensor, list[Tensor]] = {}
+    group_of: dict[Tensor, list[Tensor]] = {}
     for storages in by_iteration:
-        groups = {id(group): group for t in storages if (group := found.get(t)) is not None}
-        whole = list(dict.fromkeys([*(t for group in groups.values() for t in group), *storages]))
-        found.update(dict.fromkeys(whole, whole))
-    return [tuple(group) for group in {id(group): group for group in found.values()}.values()]
+        groups = {id(group): group for t in storages if (group := group_of.get(t)) is not None}
+        merged = list(dict.fromkeys([*(t for group in groups.values() for t in group), *storages]))
+        group_of.update(dict.fromkeys(merged, merged))
+    return [tuple(group) for group in {id(group): group for group in group_of.values()}.values()]
 
 
 def pack_together(environment: Environment, storages: Sequence[Tensor]) -> None:
     """Pack storages into one array, by copies unless they already share one."""
-    places = [environment.slot_or_value(t) for t in storages] if len(storages) > 1 else []
-    packed_arrays = {place.packed for place in places if isinstance(place, PackedSlot)}
-    if len(packed_arrays) > 1 or not all(isinstance(place, PackedSlot) for place in places):
-        packed = PackedArray(jnp.stack([load(place) for place in places]))
+    slots = [environment.slot_or_value(t) for t in storages] if len(storages) > 1 else []
+    packed_arrays = {slot.packed for slot in slots if isinstance(slot, PackedSlot)}
+    if len(packed_arrays) > 1 or not all(isinstance(slot, PackedSlot) for slot in slots):
+        packed = PackedArray(jnp.stack([load(slot) for slot in slots]))
         environment.values.update((t, PackedSlot(packed, n)) for n, t in enumerate(storages))
 
 

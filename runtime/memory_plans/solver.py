@@ -19,14 +19,14 @@ from runtime.targets.chip import Chip
 Treatment = Literal["keep", "recompute", "offload"]
 
 Release = Literal["read", "call", "loop"]
-"""When memory of an activation is free again: after the last op that reads it, after the call or after the loop of
-calls that it belongs to. It depends on how the program is compiled."""
+"""Time when an activation's memory is free again: after its last reader, its call, or its loop of calls; compilation
+decides which."""
 
 _REST = 1.0
-"""What a byte that is kept counts beside one at the highest, where as little memory as possible is wanted."""
+"""Weight of a saved byte relative to a byte of the peak, in the objective of least memory."""
 
 _SPLITS = 8
-"""How many ways to divide the calls of a graph are tried at most. There is one integer program for each."""
+"""Most divisions of a graph's calls into two groups that are tried; each takes one integer program."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,22 @@ class Solution:
 
 
 def keep_all(graphs: Sequence[GraphNeeds], release: Release, chip: Chip | None = None) -> Solution:
-    """Keep what gradients read."""
-    whole: Treatments = {
+    """Solution that keeps all activations that gradients read."""
+    treatments: Treatments = {
         g.name: [Group(g.calls, {path: "keep" if path in g.read else "recompute" for path in g.bytes})] for g in graphs
     }
     program = _undivided(graphs, chip, (), release)
-    return program.solution(program.assignment(whole))
+    return program.solution(program.assignment(treatments))
 
 
 def least_seconds(graphs: Sequence[GraphNeeds], chip: Chip | None, release: Release) -> float:
-    """The least time that treatments add without a limit."""
-    _, found = _undivided(graphs, chip, (), release).solved(float("inf"))
-    return 0.0 if found is None else found.seconds
+    """Least time that treatments add without a limit."""
+    _, solution = _undivided(graphs, chip, (), release).solved(float("inf"))
+    return 0.0 if solution is None else solution.seconds
 
 
 def most_bytes(graphs: Sequence[GraphNeeds], treatments: Treatments, release: Release) -> int:
-    """What activations and gradients take at the highest, with some treatments."""
+    """Peak bytes of activations and gradients under given treatments."""
     calls = {name: [group.calls for group in groups] for name, groups in treatments.items()}
     program = _IntegerProgram(graphs, calls, None, calls.keys(), release)
     return round(program.peak(program.assignment(treatments)))
@@ -85,7 +85,7 @@ def solve(
     offloadable: Collection[str],
     release: Release = "read",
 ) -> Solution | None:
-    """The treatments that add least time; `None` if nothing is within the limit.
+    """Solve for the treatments that add least time; `None` if no treatments are within the limit.
 
     Args:
         limit: upper limit of the peak bytes of activations and gradients; `None` for as few as possible, regardless of
@@ -98,9 +98,9 @@ def solve(
     for g in sorted(graphs, key=lambda g: g.calls * sum(g.bytes.values()), reverse=True):
         for end in some_of(g.ends, _SPLITS) if release != "loop" else ():  # two loops hold more than one, as compiled
             divided = {**calls, g.name: (end, g.calls - end)}
-            lower, found = _IntegerProgram(graphs, divided, chip, offloadable, release).solved(limit)
+            lower, solution = _IntegerProgram(graphs, divided, chip, offloadable, release).solved(limit)
             if lower < 0.99 * cost:  # a group is one more graph to compile
-                cost, best, calls = lower, found, divided
+                cost, best, calls = lower, solution, divided
     return best
 
 
@@ -151,15 +151,15 @@ class _Columns:
         """Whether the gradient's kernels have an activation without recomputing it."""
         return _any_of(self.on_device[path] if path in self.graph.read else None, self.fused_into_readers(path))
 
-    def treatment(self, path: str, taken: Sequence[bool]) -> Treatment:
-        """Treatment of an activation in an assignment. What kernels of the gradient compute by themselves is kept."""
-        if taken[self.on_device[path]]:
+    def treatment(self, path: str, values: Sequence[bool]) -> Treatment:
+        """Treatment of an activation in an assignment. Activations that the gradient's kernels recompute are kept."""
+        if values[self.on_device[path]]:
             return "keep"
-        if path in self.offloaded and taken[self.offloaded[path]]:
+        if path in self.offloaded and values[self.offloaded[path]]:
             return "offload"
         column = self.fused_into_readers(path)
-        is_fused = path in self.graph.read and column is not None and taken[column]
-        return "keep" if is_fused and not taken[self.recomputed[self.makers[path]]] else "recompute"
+        is_fused = path in self.graph.read and column is not None and values[column]
+        return "keep" if is_fused and not values[self.recomputed[self.makers[path]]] else "recompute"
 
 
 class _IntegerProgram:
@@ -190,70 +190,70 @@ class _IntegerProgram:
             self._add_availability(group)
             self._add_windows(group)
         self._moments = [*self._moments_of_step()]
-        for row, held in self._moments:
-            self._add({column: -size / 1e6 for column, size in row.items()} | {len(self._seconds): 1.0}, held / 1e6)
+        for row, fixed in self._moments:
+            self._add({column: -size / 1e6 for column, size in row.items()} | {len(self._seconds): 1.0}, fixed / 1e6)
 
     def solved(self, limit: float | None) -> tuple[float, Solution | None]:
-        """The best assignment within a limit, after its cost."""
+        """Cost and solution of the best assignment within a limit."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # importing it takes a while
 
         if limit is not None and limit < 0:
             return float("inf"), None
         count = len(self._seconds)
-        whole = sum(self._seconds) or 1.0
-        objective = [1e3 * each / whole for each in self._seconds]
-        most = float("inf") if limit is None else limit / 1e6
+        total = sum(self._seconds) or 1.0
+        objective = [1e3 * seconds / total for seconds in self._seconds]
+        most_megabytes = float("inf") if limit is None else limit / 1e6
         if limit is None:  # among those with the same peak, one that keeps little
-            everything, _ = self._moments[0]
-            objective = [_REST * everything.get(column, 0.0) / 1e6 for column in range(count)]
-        found = milp(
+            saved, _ = self._moments[0]
+            objective = [_REST * saved.get(column, 0.0) / 1e6 for column in range(count)]
+        result = milp(
             [*objective, 1.0 if limit is None else 0.0],
             integrality=[1] * count + [0],
-            bounds=Bounds([0.0] * (count + 1), [1.0] * count + [most]),
+            bounds=Bounds([0.0] * (count + 1), [1.0] * count + [most_megabytes]),
             constraints=LinearConstraint(self._matrix(), self._lower_bounds, float("inf")),
             options={"mip_rel_gap": 1e-3, "time_limit": 30.0},
         )
-        if found.x is None:
+        if result.x is None:
             return float("inf"), None
-        return found.fun, self.solution([x > 0.5 for x in found.x[:-1]])
+        return result.fun, self.solution([x > 0.5 for x in result.x[:-1]])
 
     def assignment(self, treatments: Treatments) -> list[bool]:
-        """The assignment that treatments mean, as compiled."""
-        taken = [False] * len(self._seconds)
+        """Assignment equivalent to treatments, as compiled."""
+        values = [False] * len(self._seconds)
         for name, groups in self._groups.items():
             for group, planned in zip(groups, treatments[name], strict=True):
-                self._fill_fused(taken, group, planned.treatments)
-                missing, read_again = {*group.graph.read}, set[str]()
+                self._fill_fused(values, group, planned.treatments)
+                missing, recomputing = {*group.graph.read}, set[str]()
                 for number, op in reversed([*enumerate(group.graph.ops)]):
-                    wanted = {path: planned.treatments[path] for path in missing.intersection(op.results)}
-                    for path, treatment in wanted.items():
+                    treated = {path: planned.treatments[path] for path in missing.intersection(op.results)}
+                    for path, treatment in treated.items():
                         if treatment == "offload":
-                            taken[group.offloaded[path]] = True
+                            values[group.offloaded[path]] = True
                         elif treatment == "keep":
                             column = group.fused_into_readers(path)
-                            taken[group.on_device[path]] = column is None or path in read_again or not taken[column]
-                    if "recompute" in wanted.values():
-                        taken[group.recomputed[number]] = True
+                            values[group.on_device[path]] = column is None or path in recomputing or not values[column]
+                    if "recompute" in treated.values():
+                        values[group.recomputed[number]] = True
                         missing.update(op.operands)
-                        read_again.update(op.operands)
-                self._fill_windows(taken, group)
-        return taken
+                        recomputing.update(op.operands)
+                self._fill_windows(values, group)
+        return values
 
-    def peak(self, taken: Sequence[bool]) -> float:
-        """Bytes at the highest, in an assignment."""
-        return max((held + sum(s for c, s in row.items() if taken[c]) for row, held in self._moments), default=0.0)
+    def peak(self, values: Sequence[bool]) -> float:
+        """Peak bytes of an assignment."""
+        return max((fixed + sum(s for c, s in row.items() if values[c]) for row, fixed in self._moments), default=0.0)
 
     def _declare(self, g: GraphNeeds, calls: int, chip: Chip | None, may_offload: bool) -> _Columns:
         """Declare the variables of a group of calls.
 
-        Loops write what they keep: also what forward kernels compute from their operands as they read it, and once more
-        what kernels of attention return.
+        Loops write all activations that they keep, also those that forward kernels could recompute from operands, and
+        write results of attention kernels a second time.
         """
         group = _Columns(g, calls)
         writing = [op for op in g.ops if op.is_fused or op.is_kernel] if self._release == "loop" else []
-        written = {op.results[0] for op in writing}
+        stored = {op.results[0] for op in writing}
         for path, size in g.bytes.items():
-            group.on_device[path] = self._column(calls * size / memory_bandwidth(chip) if path in written else 0.0)
+            group.on_device[path] = self._column(calls * size / memory_bandwidth(chip) if path in stored else 0.0)
             if may_offload:
                 group.offloaded[path] = self._column(calls * 2 * size / host_bandwidth(chip))
         for number, op in enumerate(g.ops):
@@ -274,27 +274,27 @@ class _IntegerProgram:
         """Constraint matrix; `_lower_bounds` has lower bounds."""
         from scipy.sparse import coo_array
 
-        cells = [(row, column, value) for row, each in enumerate(self._rows) for column, value in each.items()]
+        cells = [(row, column, value) for row, entries in enumerate(self._rows) for column, value in entries.items()]
         rows, columns, values = zip(*cells, strict=True)
         return coo_array((values, (rows, columns)), shape=(len(self._rows), len(self._seconds) + 1)).tocsr()
 
-    def solution(self, taken: Sequence[bool]) -> Solution:
-        """What an assignment means."""
+    def solution(self, values: Sequence[bool]) -> Solution:
+        """Solution equivalent to an assignment."""
         treatments = {
             name: [
-                Group(each.calls, {path: each.treatment(path, taken) for path in each.graph.bytes}) for each in groups
+                Group(each.calls, {path: each.treatment(path, values) for path in each.graph.bytes}) for each in groups
             ]
             for name, groups in self._groups.items()
         }
-        seconds = sum(time for time, each in zip(self._seconds, taken, strict=True) if each)
-        return Solution(treatments, round(self.peak(taken)), seconds)
+        seconds = sum(time for time, each in zip(self._seconds, values, strict=True) if each)
+        return Solution(treatments, round(self.peak(values)), seconds)
 
     def _add(self, row: _Row, lower_bound: float) -> None:
         self._rows.append(row)
         self._lower_bounds.append(lower_bound)
 
     def _add_availability(self, group: _Columns) -> None:
-        """Provide what the gradient reads, and the operands of ops that are recomputed."""
+        """Constrain activations that the gradient reads, and operands of recomputed ops, to be available."""
 
         def available(path: str) -> _Row:
             return _any_of(group.on_device[path], group.offloaded.get(path), group.recomputed[group.makers[path]])
@@ -309,12 +309,12 @@ class _IntegerProgram:
                     self._add(group.known_to_gradient(path) | {group.fused[number]: -1.0}, 0.0)
 
     def _add_windows(self, group: _Columns) -> None:
-        """When ops run that are recomputed as they are read: before a window ends that reads a result, or runs another
-        op that needs it, and once for all."""
-        read = group.graph.read
+        """Constrain ops that are recomputed as they are read: each runs once, before the end of a window that reads a
+        result or runs an op that needs one."""
+        read_by_gradient = group.graph.read
         for (window, _, end, _), (number, op) in product(group.windows, enumerate(group.graph.ops)):
             has_run = group.has_run[number, window]
-            if any(path in read and read[path][0] < end for path in op.results):
+            if any(path in read_by_gradient and read_by_gradient[path][0] < end for path in op.results):
                 self._add({has_run: 1.0, group.recomputed[number]: -1.0}, 0.0)
             if window:
                 self._add({has_run: 1.0, group.has_run[number, window - 1]: -1.0}, 0.0)
@@ -322,21 +322,21 @@ class _IntegerProgram:
                 maker = group.has_run[group.makers[path], window]
                 self._add(_any_of(group.on_device[path], maker, group.offloaded.get(path)) | {has_run: -1.0}, 0.0)
 
-    def _fill_fused(self, taken: list[bool], group: _Columns, treatments: Mapping[str, Treatment]) -> None:
-        """Say which ops XLA fuses into the gradient's kernels that read their results."""
-        known = {path for path in group.graph.read if treatments[path] == "keep"}
+    def _fill_fused(self, values: list[bool], group: _Columns, treatments: Mapping[str, Treatment]) -> None:
+        """Set the ops that XLA fuses into the gradient's kernels that read their results."""
+        saved = {path for path in group.graph.read if treatments[path] == "keep"}
         for number, op in enumerate(group.graph.ops):
-            if number in group.fused and known.issuperset((*op.operands, *op.statistics)):
-                taken[group.fused[number]] = True
-                known.add(op.results[0])
+            if number in group.fused and saved.issuperset((*op.operands, *op.statistics)):
+                values[group.fused[number]] = True
+                saved.add(op.results[0])
 
-    def _fill_windows(self, taken: list[bool], group: _Columns) -> None:
-        """Say which ops have run in each window, in an assignment that says which are recomputed."""
+    def _fill_windows(self, values: list[bool], group: _Columns) -> None:
+        """Set the ops that have run in each window, given the recomputed ones."""
         for window, _, end, _ in group.windows:
             wanted = {path for path, (first, _) in group.graph.read.items() if first < end}
             for number, op in reversed([*enumerate(group.graph.ops)]):
-                if taken[group.recomputed[number]] and not wanted.isdisjoint(op.results):
-                    taken[group.has_run[number, window]] = True
+                if values[group.recomputed[number]] and not wanted.isdisjoint(op.results):
+                    values[group.has_run[number, window]] = True
                     wanted.update(op.operands)
 
     def _moments_of_step(self) -> Iterator[tuple[_Row, float]]:
@@ -346,12 +346,12 @@ class _IntegerProgram:
         gradients of later ones; of graphs that are called later, their gradients; of other graphs, all activations.
         With those are all activations of other micro-batches.
         """
-        waiting = _merged(
+        other_micro_batches = _merged(
             {column: (each.graph.held - 1) * size for column, size in each.saved(each.calls).items()}
             for each in self._all_groups
             if each.graph.held > 1
         )
-        yield _total(_merged(each.saved(each.calls) for each in self._all_groups), waiting), 0.0
+        yield _total(_merged(each.saved(each.calls) for each in self._all_groups), other_micro_batches), 0.0
         is_loop = self._release == "loop"
         for groups in self._groups.values():
             g = groups[0].graph
@@ -359,23 +359,23 @@ class _IntegerProgram:
             others = [each for each in self._all_groups if each not in ended and each not in groups]
             gradients = sum(each.graph.gradients * each.calls for each in ended)
             for number, group in enumerate(groups):
-                before = [each.saved(each.calls) for each in (*others, *groups[:number])]
+                saved = [each.saved(each.calls) for each in (*others, *groups[:number])]
                 later = sum(each.calls for each in groups[number + 1 :])
-                for left in {group.calls} if is_loop else {group.calls - 1, 0}:
-                    live = _total(_merged([*before, group.saved(left)]), waiting)
-                    done = later + (group.calls if is_loop else group.calls - 1 - left)
-                    for inside, own in self._inside_rows(group):
-                        yield _total(live, inside), own + gradients + g.gradients * done
+                for calls_left in {group.calls} if is_loop else {group.calls - 1, 0}:
+                    live = _total(_merged([*saved, group.saved(calls_left)]), other_micro_batches)
+                    calls_done = later + (group.calls if is_loop else group.calls - 1 - calls_left)
+                    for call_row, gradient_bytes in self._rows_within_call(group):
+                        yield _total(live, call_row), gradient_bytes + gradients + g.gradients * calls_done
 
-    def _inside_rows(self, group: _Columns) -> Iterator[tuple[_Row, int]]:
+    def _rows_within_call(self, group: _Columns) -> Iterator[tuple[_Row, int]]:
         """Activations live within a backward call at each potential peak, and the bytes of gradient values there."""
         g = group.graph
         if not g.as_read:
-            for paths, own in g.moments:
-                yield self._inside_row(group, paths), own
+            for paths, gradient_bytes in g.moments:
+                yield self._row_within_call(group, paths), gradient_bytes
             return
         readers = {path: number for number, op in reversed([*enumerate(g.ops)]) for path in op.operands}
-        for window, start, _, own in group.windows:
+        for window, start, _, gradient_bytes in group.windows:
             row: _Row = {}
             for number, op in enumerate(g.ops):
                 for path in op.results:
@@ -389,25 +389,25 @@ class _IntegerProgram:
                     if window and path not in g.read and path in readers:  # dead once its reader has run
                         has_run = group.has_run[readers[path], window - 1]
                         row[has_run] = row.get(has_run, 0.0) - size
-            yield row, own
+            yield row, gradient_bytes
 
-    def _inside_row(self, group: _Columns, paths: frozenset[str]) -> _Row:
+    def _row_within_call(self, group: _Columns, paths: frozenset[str]) -> _Row:
         """Activations live within a backward call.
 
         A noinline call recomputes everything at its beginning, because XLA for CPUs schedules independent operations
         first: all values that the gradient reads are live, intermediate values are not.
         """
-        g, is_whole = group.graph, self._release == "call"
+        g, is_noinline = group.graph, self._release == "call"
         row = {
             group.recomputed[number]: float(
-                sum(g.bytes[path] for path in op.results if path in (g.read if is_whole else paths))
+                sum(g.bytes[path] for path in op.results if path in (g.read if is_noinline else paths))
             )
             for number, op in enumerate(g.ops)
-            if not op.is_fused or is_whole
+            if not op.is_fused or is_noinline
         }
         row |= {group.offloaded[path]: float(g.bytes[path]) for path in paths if path in group.offloaded}
         if self._release != "loop":
-            row |= {group.on_device[path]: float(g.bytes[path]) for path in (g.bytes if is_whole else paths)}
+            row |= {group.on_device[path]: float(g.bytes[path]) for path in (g.bytes if is_noinline else paths)}
         return row
 
 

@@ -49,8 +49,8 @@ class _NonFinite(NamedTuple):
     infinities: int
 
     def __str__(self) -> str:
-        counted = ((self.nans, "NaN", "NaNs"), (self.infinities, "infinity", "infinities"))
-        return " and ".join(f"{count} {one if count == 1 else several}" for count, one, several in counted if count)
+        words = ((self.nans, "NaN", "NaNs"), (self.infinities, "infinity", "infinities"))
+        return " and ".join(f"{count} {one if count == 1 else several}" for count, one, several in words if count)
 
 
 @dataclass
@@ -154,8 +154,8 @@ class Debugged(Lowering):
 
     def _conditional(self, op: Op, environment: Environment, context: Context) -> _Steps[None]:
         check_bound(op)
-        taken = environment.value_of(op.inputs[0]).item()
-        (run,) = (run for run in op.runs if run.condition == taken)
+        condition = environment.value_of(op.inputs[0]).item()
+        (run,) = (run for run in op.runs if run.condition == condition)
         results = yield from self._graph(run.graph, [environment.value_of(t) for t in run.operands], context, Sharing())
         for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
             environment.write(t, value)
@@ -172,13 +172,13 @@ class Debugged(Lowering):
         else:
             self.lower_op(op, environment, context)
         targets = written_tensors_of(op)
-        made = [environment.value_of(t) for t in targets]
-        after = _non_finite(made)
+        results_written = [environment.value_of(t) for t in targets]
+        after = _non_finite(results_written)
         new_nan = after.nans and not before.nans
         new_infinity = self._infinities and after.infinities and not any(before)
         # Values from an exchange come from the user, or from ops that have been checked.
         if (new_nan or new_infinity) and not op.kind.exchange:
-            message = self._message(op, operands, targets, made, before, after)
+            message = self._message(op, operands, targets, results_written, before, after)
             raise NonFiniteError(message, op, self._replica)
 
     # Messages ---------------------------------------------------------------------------------------------------------
@@ -225,13 +225,13 @@ class Debugged(Lowering):
 def _op_lines(op: Op, iteration: int = 0) -> list[str]:
     """Lines with an op's printed form and source location."""
     graph = op.graph
-    of = f", the gradient of {graph.gradient_of.title}" if graph.gradient_of is not None else ""
-    iterations = f", in turn {iteration} of {op.runs[0].iterations}" if iteration else ""
-    return [f"    {line(op)}{iterations}", f"        in {graph.title}{of}, at {op.source.quoted}"]
+    gradient_text = f", the gradient of {graph.gradient_of.title}" if graph.gradient_of is not None else ""
+    iteration_text = f", in turn {iteration} of {op.runs[0].iterations}" if iteration else ""
+    return [f"    {line(op)}{iteration_text}", f"        in {graph.title}{gradient_text}, at {op.source.quoted}"]
 
 
-def _advice(targets: Sequence[Tensor], made: Sequence[Array]) -> str:
-    for t, array in zip(targets, made, strict=True):
+def _advice(targets: Sequence[Tensor], arrays: Sequence[Array]) -> str:
+    for t, array in zip(targets, arrays, strict=True):
         is_full = any(_non_finite([array])) if t.dtype.is_float8 else _non_finite([array]).infinities
         if is_full and t.dtype.itemsize < 4:
             largest = float(jnp.finfo(t.dtype.as_jax()).max)
@@ -265,36 +265,36 @@ def _real_components(array: Array) -> np.ndarray:
 
 def _non_finite(arrays: Sequence[Array]) -> _NonFinite:
     """Count non-finite numbers in arrays."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for array in arrays:
         numbers = _numbers(array)
         if not np.isfinite(numbers).all():
-            found.update(nans=int(np.isnan(numbers).sum()), infinities=int(np.isinf(numbers).sum()))
-    return _NonFinite(found["nans"], found["infinities"])
+            counts.update(nans=int(np.isnan(numbers).sum()), infinities=int(np.isinf(numbers).sum()))
+    return _NonFinite(counts["nans"], counts["infinities"])
 
 
 def warn_of_given_nans(arrays: Iterable[tuple[VariableBlock | Channel, Array]]) -> None:
     """Log variables, buffers and streams containing NaN before a run, as no op caused these."""
-    found = [f"{_title(thing)} ({count} NaN)" for thing, array in arrays if (count := _non_finite([array]).nans)]
-    if found:
+    with_nans = [f"{_title(block)} ({count} NaN)" for block, array in arrays if (count := _non_finite([array]).nans)]
+    if with_nans:
         _log.warn(
-            f"Session.debugging: before the run there is NaN in {', '.join(found)}. Ops that pass it on are not "
+            f"Session.debugging: before the run there is NaN in {', '.join(with_nans)}. Ops that pass it on are not "
             "reported; look for what made it in an earlier run, or in the data."
         )
 
 
-def _title(thing: VariableBlock | Channel) -> str:
-    return ", ".join(f"`{t.name}`" for t in thing.tensors) if isinstance(thing, VariableBlock) else str(thing)
+def _title(block: VariableBlock | Channel) -> str:
+    return ", ".join(f"`{t.name}`" for t in block.tensors) if isinstance(block, VariableBlock) else str(block)
 
 
-def _row(t: Tensor, what: str, array: Array) -> list[str]:
+def _row(t: Tensor, role: str, array: Array) -> list[str]:
     """Table row with a tensor and statistics of its numbers."""
     nans, infinities = _non_finite([array])
     numbers = _real_components(array)
     numbers = numbers.astype(np.float64 if jnp.issubdtype(array.dtype, jnp.inexact) else numbers.dtype).ravel()
     finite = numbers[np.isfinite(numbers)]
     ranges = [f"{value:g}" for value in (finite.min(), finite.max(), finite.mean())] if finite.size else [""] * 3
-    return [f"{t.path}: {brief(t)}{what}", *ranges, str(nans), str(infinities)]
+    return [f"{t.path}: {brief(t)}{role}", *ranges, str(nans), str(infinities)]
 
 
 # All replicas --------------------------------------------------------------------------------------------------------
@@ -309,12 +309,12 @@ def run_replicas(
         NonFiniteError: from the replica with the least progress, if several have made a NaN or an infinity.
         PopxlError: if replicas reach different ops at which they would wait for each other.
     """
-    sent: list[Any] = [None] * len(works)
+    exchanged: list[Any] = [None] * len(works)
     while True:
         calls: list[_CollectiveCall] = []
         returned: list[Any] = []
         problems: list[tuple[int, NonFiniteError]] = []
-        for work, lowering, device, results in zip(works, lowerings, devices, sent, strict=True):
+        for work, lowering, device, results in zip(works, lowerings, devices, exchanged, strict=True):
             try:
                 with jax.default_device(device):
                     calls.append(work.send(results))
@@ -327,23 +327,23 @@ def run_replicas(
         if not calls:
             return returned
         if returned or len({call.op for call in calls}) > 1:
-            shown = [f"{op!r} ({op.source})" for op in dict.fromkeys(call.op for call in calls)]
+            called = [f"{op!r} ({op.source})" for op in dict.fromkeys(call.op for call in calls)]
             raise PopxlError(
-                f"Session.run: replicas have come to different ops that talk to other replicas: {', '.join(shown)}"
+                f"Session.run: replicas have come to different ops that talk to other replicas: {', '.join(called)}"
                 f"{', or the end' if returned else ''}. Have all of them take the same branches of conditionals."
             )
-        sent = _run_collective(calls, lowerings[0], devices)
+        exchanged = _run_collective(calls, lowerings[0], devices)
 
 
 def _run_collective(
     calls: Sequence[_CollectiveCall], lowering: Debugged, devices: Sequence[jax.Device]
 ) -> list[tuple[list[Array], _NonFinite]]:
     """Execute a collective op: results for each replica, and non-finite counts over all operands."""
-    op, on_one = calls[0].op, Replicas(len(calls), devices[:1])
+    op, replicas = calls[0].op, Replicas(len(calls), devices[:1])
     by_operand = zip(*(call.operands for call in calls), strict=True)
     operands = [jnp.stack(jax.device_put(arrays, devices[0])) for arrays in by_operand]
-    of_all = Lowering((), lowering._options, replicas=on_one)
-    made = on_one.vmap_replicas(lambda operands: of_all.apply(op, operands, Channels({})))(operands)
-    results = made if isinstance(made, tuple | list) else [made]
+    collective = Lowering((), lowering._options, replicas=replicas)
+    outcome = replicas.vmap_replicas(lambda operands: collective.apply(op, operands, Channels({})))(operands)
+    results = outcome if isinstance(outcome, tuple | list) else [outcome]
     non_finite = _NonFinite(*map(sum, zip(*(call.non_finite for call in calls), strict=True)))
     return [([jax.device_put(t[i], device) for t in results], non_finite) for i, device in enumerate(devices)]

@@ -108,13 +108,13 @@ class Replicas:
         """Mesh dimensions spanning groups of `size` replicas at `stride`; `None` unless such groups span whole
         dimensions."""
         assert self.mesh is not None
-        apart, found, together = 1, list[str](), 1
+        distance, names, length_of_names = 1, list[str](), 1
         for name, length in reversed(self.mesh.shape.items()):
-            if stride <= apart < stride * size:
-                found.insert(0, name)
-                together *= length
-            apart *= length
-        return tuple(found) if together == size else None
+            if stride <= distance < stride * size:
+                names.insert(0, name)
+                length_of_names *= length
+            distance *= length
+        return tuple(names) if length_of_names == size else None
 
     def vmap_replicas(self, function: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
         """Lift a per-replica array function to arrays of all replicas.
@@ -135,19 +135,19 @@ class Replicas:
 
         def apply_vmapped(*trees: Any) -> Any:
             axes = (*[0] * (len(trees) - shared), *[None] * shared)
-            whole = jax.vmap(function, axes, axis_name=AXIS, axis_size=self.count)
-            return jax.tree.map(restack_replicas, whole(*jax.tree.map(unstack_replicas, trees)))
+            vmapped = jax.vmap(function, axes, axis_name=AXIS, axis_size=self.count)
+            return jax.tree.map(restack_replicas, vmapped(*jax.tree.map(unstack_replicas, trees)))
 
         return apply_vmapped
 
     def _by_shard_map(self, function: Callable[..., Any], shared: bool) -> Callable[..., Any]:
         # On CPUs XLA would fuse the reshapes below with updates, and then copy donated arrays instead of overwriting
         # them.
-        whole = noinline(function) if self.is_cpu else function
+        called = noinline(function) if self.is_cpu else function
 
         def apply_per_device(*trees: Any) -> Any:  # of arrays with a leading dimension of size 1
             own, others = (trees[:-1], trees[-1:]) if shared else (trees, ())
-            results = whole(*jax.tree.map(lambda block: block if is_on_host(block) else block[0], own), *others)
+            results = called(*jax.tree.map(lambda block: block if is_on_host(block) else block[0], own), *others)
             return jax.tree.map(lambda result: result if is_on_host(result) else result[None], results)
 
         def apply_sharded(*trees: Any) -> Any:
@@ -264,13 +264,13 @@ class DividedReplicas(Replicas):
             whole[:, start : start + step] = jax.block_until_ready(pieces).addressable_data(0)
         return whole.reshape(array.shape)
 
-    def fetched_here(self, array: Array, which: Collection[int]) -> dict[int, np.ndarray]:
+    def fetched_here(self, array: Array, replicas: Collection[int]) -> dict[int, np.ndarray]:
         """Copy the shards of some local replicas from an array of all replicas to the host, without other processes."""
         share = len(array) // self.count  # in host memory, a replica has several rows
         shards = defer_signals(
             lambda: {(shard.index[0].start or 0) // share: shard.data for shard in array.addressable_shards}
         )
-        return {replica: np.array(shards[replica]) for replica in which}
+        return {replica: np.array(shards[replica]) for replica in replicas}
 
     def barrier(self, place: str, runs: int, payload: Any = None) -> list[Any]:
         # Collectives of unequal numbers of runs would wait for each other, or meet other collectives.

@@ -185,9 +185,9 @@ def test_the_page_of_all_options(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert [row[:2] for row in rows] == [[f"`{each.name}`", f"`{path}{each.by}`"] for path, each in declared]
     for row, (_, each) in zip(rows, declared, strict=True):
-        assert row[2] and row[2] == each.shown
-        assert row[3].lower().removesuffix(".") == each.here.lower()
-        assert each.here.startswith(NO_EFFECT) or NO_EFFECT not in each.here.split(";")[0]
+        assert row[2] and row[2] == each.default_text
+        assert row[3].lower().removesuffix(".") == each.effect.lower()
+        assert each.effect.startswith(NO_EFFECT) or NO_EFFECT not in each.effect.split(";")[0]
     assert "/" + "work" not in options_page()
 
 
@@ -702,7 +702,7 @@ def test_a_subclass_may_refuse_a_setter() -> None:
 
 
 def test_multi_conv_is_made_of_settings() -> None:
-    assert {each.here for each in MultiConv._declared().values() if isinstance(each, Setting)} == {NO_EFFECT}
+    assert {each.effect for each in MultiConv._declared().values() if isinstance(each, Setting)} == {NO_EFFECT}
 
 
 def test_options_say_nothing_when_made(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,7 +36,7 @@ def places(session: popxl.Session) -> dict[str, list[int]]:
     """The numbers of the CPU devices that variables and remote buffers are on, by name."""
     layout, state = session.program.layout, session.store
     names = [layout.resident[t].name for t in layout.changed] + ["buffer" for _ in layout.buffers]
-    names += [layout.resident[t].name for t in layout.read]
+    names += [layout.resident[t].name for t in layout.unchanged]
     arrays = (*state.present(), *state.constant)
     return {name: sorted(d.id for d in array.devices()) for name, array in zip(names, arrays, strict=True)}
 

@@ -90,15 +90,15 @@ def _loops(program: CompiledProgram) -> tuple[LoopReport, ...]:
 
 def _offloaded(main: Graph, program: CompiledProgram, memory: Memory) -> str | None:
     """What becomes of offloaded tensors, in a sentence or two; `None` without any, and where both memories are one."""
-    is_one = program.layout.compile_target.platform == "cpu"
-    if is_one or not any(offloads(graph.ops) for graph in reachable(main)):
+    is_cpu = program.layout.compile_target.platform == "cpu"
+    if is_cpu or not any(offloads(graph.ops) for graph in reachable(main)):
         return None
     if not memory.temporaries_on_host:
         return "Warning: what the program offloads is in the memory of the device, and nothing is in that of the host."
-    beside, alone = host_copies_of(program)
+    overlapped, exposed = host_copies_of(program)
     return (
-        f"Of the copies of offloaded tensors between the memories of device and host, {beside} in a run have other "
-        f"kernels beside them, and {alone} have none."
+        f"Of the copies of offloaded tensors between the memories of device and host, {overlapped} in a run have other "
+        f"kernels beside them, and {exposed} have none."
     )
 
 
@@ -132,11 +132,11 @@ def _precision(level: str, platform: str) -> str | None:
     """Description of float32 product precision in a sentence or two; `None` on platforms without reduced precision."""
     if platform not in _MULTIPLYING:
         return None
-    ways = _MULTIPLYING[platform]
-    text = f"Products of float32 are computed at the precision {level!r}: in {ways[level]}."
+    methods = _MULTIPLYING[platform]
+    text = f"Products of float32 are computed at the precision {level!r}: in {methods[level]}."
     if level == "default":
         return text
-    return f"{text} `ir.options.precision = 'default'` would take {ways['default']}."
+    return f"{text} `ir.options.precision = 'default'` would take {methods['default']}."
 
 
 def _stood_for(main: Graph) -> dict[Graph, int]:
@@ -162,19 +162,19 @@ def _op_counts(runs: Counter[Graph]) -> Iterator[tuple[Op, int]]:
 
 
 def _work(runs: Counter[Graph]) -> tuple[WorkReport, ...]:
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    counts_by_type: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for op, count in _op_counts(runs):
-        found[op.op_type].update(runs=count, flops=count * own_flops(op).total)
-    work = (WorkReport(op=op, **counts) for op, counts in found.items())
+        counts_by_type[op.op_type].update(runs=count, flops=count * own_flops(op).total)
+    work = (WorkReport(op=op, **counts) for op, counts in counts_by_type.items())
     return tuple(sorted(work, key=lambda each: -each.flops))
 
 
 def _collectives(runs: Counter[Graph]) -> tuple[CollectiveReport, ...]:
-    found: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+    counts_by_type: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
     for op, count in _op_counts(runs):
         if op.kind.between_replicas:
-            found[op.op_type, op.attributes["group_size"]].update(runs=count, bytes=count * moved(op))
-    return tuple(CollectiveReport(op=op, group_size=size, **counts) for (op, size), counts in found.items())
+            counts_by_type[op.op_type, op.attributes["group_size"]].update(runs=count, bytes=count * moved(op))
+    return tuple(CollectiveReport(op=op, group_size=size, **counts) for (op, size), counts in counts_by_type.items())
 
 
 def _size(main: Graph, program: CompiledProgram) -> SizeReport:
@@ -185,12 +185,12 @@ def _size(main: Graph, program: CompiledProgram) -> SizeReport:
     plan = program.executable if isinstance(program.executable, Plan) else None
     texts = {s: s.text() for s in plan.structures} if plan is not None else {None: program.text()}
     segments = [segment.structure for segment in plan.segments] if plan is not None else [None]
-    whole = {structure: _text_written_out(text) for structure, text in texts.items()}
+    sizes = {structure: _text_written_out(text) for structure, text in texts.items()}
     return SizeReport(
         ops=sum(len(graph.ops) for graph in written_out),
         ops_written_out=written_out[main],
         text=sum(map(len, texts.values())),
-        text_written_out=None if None in whole.values() else sum(whole[segment] or 0 for segment in segments),
+        text_written_out=None if None in sizes.values() else sum(sizes[segment] or 0 for segment in segments),
     )
 
 
@@ -217,27 +217,27 @@ def _text_written_out(text: str) -> int | None:
 
 
 def _variables(ir: Ir, program: CompiledProgram) -> tuple[VariableReport, ...]:
-    held, buffers = program.layout.bytes_of_variables(), program.layout.bytes_of_buffers()
-    found = []
+    resident, buffers = program.layout.bytes_of_variables(), program.layout.bytes_of_buffers()
+    reports = []
     for v in ir.main_graph.variables:
-        bytes, changes = held.get(v, (0, False))
-        place = v.location_info
-        where = "device" if v in held else "unused"
-        if place.buffer is not None and v not in held:
-            where = f"buffer {place.buffer.remote_buffer_id}, slot {place.entry}"
-            slots, _ = buffers.get(place.buffer, (0, False))
-            bytes, changes = slots // place.buffer.entries, place.buffer in program.layout.stored_to
-        ipu = program.layout.ipu_of(v) if v in held else None
-        found.append(VariableReport(name=v.name, spec=brief(v), bytes=bytes, place=where, changes=changes, ipu=ipu))
-    return tuple(found)
+        bytes, changes = resident.get(v, (0, False))
+        location = v.location_info
+        memory = "device" if v in resident else "unused"
+        if location.buffer is not None and v not in resident:
+            memory = f"buffer {location.buffer.remote_buffer_id}, slot {location.entry}"
+            slots, _ = buffers.get(location.buffer, (0, False))
+            bytes, changes = slots // location.buffer.entries, location.buffer in program.layout.stored_to
+        ipu = program.layout.ipu_of(v) if v in resident else None
+        reports.append(VariableReport(name=v.name, spec=brief(v), bytes=bytes, place=memory, changes=changes, ipu=ipu))
+    return tuple(reports)
 
 
 def _buffers(program: CompiledProgram, runs: Counter[Graph]) -> tuple[BufferReport, ...]:
     traffic: defaultdict[RemoteBuffer, Counter[str]] = defaultdict(Counter)
     for op, count in _op_counts(runs):
         if op.kind.exchange == "buffer":
-            way = "stored" if not op.outputs else "loaded"
-            traffic[op.attributes["buffer"]][way] += count * moved(op)
+            direction = "stored" if not op.outputs else "loaded"
+            traffic[op.attributes["buffer"]][direction] += count * moved(op)
     return tuple(
         BufferReport(
             number=buffer.remote_buffer_id,
@@ -294,12 +294,12 @@ def _segment_reports(main: Graph, program: CompiledProgram, ops: dict[Graph, int
 
 def _sizes(executable: Any) -> dict[str, Any]:
     """Memory sizes of an executable, from XLA's memory analysis."""
-    found = executable.memory_analysis()
-    host = (found.host_argument_size_in_bytes, found.host_output_size_in_bytes, found.host_temp_size_in_bytes)
+    analysis = executable.memory_analysis()
+    host = (analysis.host_argument_size_in_bytes, analysis.host_output_size_in_bytes, analysis.host_temp_size_in_bytes)
     return {
-        "arguments": found.argument_size_in_bytes,
-        "outputs": found.output_size_in_bytes - found.alias_size_in_bytes,
-        "temporaries": found.temp_size_in_bytes,
-        "code": found.generated_code_size_in_bytes or None,
-        "host": sum(host) - found.host_alias_size_in_bytes,
+        "arguments": analysis.argument_size_in_bytes,
+        "outputs": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+        "temporaries": analysis.temp_size_in_bytes,
+        "code": analysis.generated_code_size_in_bytes or None,
+        "host": sum(host) - analysis.host_alias_size_in_bytes,
     }

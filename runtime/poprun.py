@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _scheduled(options: argparse.Namespace) -> Instance | None:
     """Instance assigned to this process, if a scheduler started several poprun processes."""
-    is_asked = options.num_instances is None and options.host is None
+    is_unspecified = options.num_instances is None and options.host is None
     options.num_instances, options.host = options.num_instances or 1, options.host or "localhost"
-    if not is_asked or options.scheduler == "none":
+    if not is_unspecified or options.scheduler == "none":
         return None
     try:
         name = None if options.scheduler == "auto" else options.scheduler
@@ -89,11 +89,11 @@ class _Started:
 
     def is_startup_line(self, line: bytes) -> bool:
         """Whether an output line is a startup message, given all earlier lines."""
-        left = self._unfinished + line.count(self._BEGIN)
-        is_one = left > 0 and self._PIECES.fullmatch(line) is not None
-        if is_one:
-            self._unfinished = left - 1
-        return is_one
+        unfinished = self._unfinished + line.count(self._BEGIN)
+        is_startup = unfinished > 0 and self._PIECES.fullmatch(line) is not None
+        if is_startup:
+            self._unfinished = unfinished - 1
+        return is_startup
 
 
 def _not_started(command: Sequence[str], problem: OSError) -> str:
@@ -205,8 +205,8 @@ class Launch:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._token = secrets.token_hex(16)
         self._variables["POPRUN_RESTARTS"] = str(restart)
-        all_here = all(map(_is_this_machine, self._hosts))
-        here = LOOPBACK if all_here else socket.getfqdn()
+        is_local = all(map(_is_this_machine, self._hosts))
+        address = LOOPBACK if is_local else socket.getfqdn()
         ends: Ends = queue.SimpleQueue()
 
         def failed(index: int) -> None:
@@ -215,13 +215,15 @@ class Launch:
         def interrupted(number: int, frame: FrameType | None) -> None:
             ends.put((None, -number))
 
-        rendezvous = RendezvousServer(self._count, self._options.timeout, here if all_here else "", self._token, failed)
+        rendezvous = RendezvousServer(
+            self._count, self._options.timeout, address if is_local else "", self._token, failed
+        )
         heeded = (n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN)
         before = [(number, signal.signal(number, interrupted)) for number in heeded]
         readers: list[threading.Thread] = []
         try:
             for index in range(self._count):
-                readers += self._start(index, here, f"{here}:{rendezvous.port}", ends)
+                readers += self._start(index, address, f"{address}:{rendezvous.port}", ends)
             return self._watch(rendezvous, ends)
         except OSError as problem:
             return _End(127, _not_started(self._command, problem))
@@ -247,10 +249,10 @@ class Launch:
                 return _End(128 + number, "" if is_broken_pipe else f"{number.name}: all instances are stopped.")
             if code != 0:
                 index, code = self._first_to_fail(rendezvous, index, code)
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+                outcome = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
                 others = "; the others are stopped" if self._count > 1 else ""
-                said = [f"instance {index} {how}{others}.", *rendezvous.problems[:1]]
-                return _End(128 - code if code < 0 else code, " ".join(said), failed=True)
+                sentences = [f"instance {index} {outcome}{others}.", *rendezvous.problems[:1]]
+                return _End(128 - code if code < 0 else code, " ".join(sentences), failed=True)
             rendezvous.note_exit(index, code)
         if self._count > 1 and not rendezvous.any_arrived:
             return _End(
@@ -291,13 +293,13 @@ class Launch:
             self._stop(but={0, *rendezvous.leaving})
         for other in rendezvous.leaving:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                if how := self._processes[other].wait(GRACE):  # JAX may abort the process after an exception
-                    return other, 1 if how == -signal.SIGABRT else how
+                if exit_code := self._processes[other].wait(GRACE):  # JAX may abort the process after an exception
+                    return other, 1 if exit_code == -signal.SIGABRT else exit_code
         return index, code or 1
 
     # Starting -------------------------------------------------------------------------------------------------------
 
-    def _start(self, index: int, here: str, launcher: str, ends: Ends) -> list[threading.Thread]:
+    def _start(self, index: int, address: str, launcher: str, ends: Ends) -> list[threading.Thread]:
         """Start an instance. Returns threads that read its output."""
         share = self._count // len(self._hosts)
         host = self._hosts[index // share]
@@ -306,7 +308,7 @@ class Launch:
             self._count,
             local_instance_index=index % share,
             launcher=launcher,
-            host=here if _is_this_machine(host) else host,
+            host=address if _is_this_machine(host) else host,
             token=self._token,
         )
         variables = _for_instance(instance)
@@ -316,9 +318,9 @@ class Launch:
         command = self._command if _is_this_machine(host) else _over_ssh(host, self._command, variables)
         if self._options.verbose:
             _log(f"instance {index} on {host}: {shlex.join(command)}")
-        is_shown = self._options.only_output_from_instance in (None, index)
-        is_read = is_shown and self._options.tag_output and self._count > 1
-        output = subprocess.PIPE if is_read else None if is_shown else subprocess.DEVNULL
+        is_visible = self._options.only_output_from_instance in (None, index)
+        is_tagged = is_visible and self._options.tag_output and self._count > 1
+        output = subprocess.PIPE if is_tagged else None if is_visible else subprocess.DEVNULL
         process = subprocess.Popen(
             command,
             env=os.environ | variables,
@@ -332,7 +334,7 @@ class Launch:
             with contextlib.suppress(BrokenPipeError):  # ssh has failed, of which its exit code will tell
                 os.write(process.stdin.fileno(), f"{self._token}\n".encode())
         threading.Thread(target=lambda: ends.put((index, process.wait())), daemon=True).start()
-        streams = ((process.stdout, 1), (process.stderr, 2)) if is_read else ()
+        streams = ((process.stdout, 1), (process.stderr, 2)) if is_tagged else ()
         readers = [threading.Thread(target=self._forward, args=(index, *pair, ends), daemon=True) for pair in streams]
         for reader in readers:
             reader.start()
@@ -350,21 +352,21 @@ class Launch:
 
     def _tag(self, index: int, source: IO[bytes], target: int) -> None:
         tag = f"[{index}] ".encode()
-        begun: list[bytes] = []  # parts of a line, which may be long
+        unfinished: list[bytes] = []  # parts of a line, which may be long
         started = _Started()
         while chunk := os.read(source.fileno(), 1 << 16):
             *ends, rest = re.split(rb"(?<=[\n\r])(?!\n)", chunk)
-            lines = [b"".join((*begun, end)) for end in ends[:1]] + ends[1:]
+            lines = [b"".join((*unfinished, end)) for end in ends[:1]] + ends[1:]
             self._write(target, b"".join(tag + line for line in lines if not started.is_startup_line(line)))
-            begun = [*([] if ends else begun), rest]
-        if any(begun):
-            self._write(target, tag + b"".join(begun) + b"\n")
+            unfinished = [*([] if ends else unfinished), rest]
+        if any(unfinished):
+            self._write(target, tag + b"".join(unfinished) + b"\n")
 
     def _write(self, target: int, text: bytes) -> None:
-        left = memoryview(text)
+        remaining = memoryview(text)
         with self._lock:
-            while left:
-                left = left[os.write(target, left) :]
+            while remaining:
+                remaining = remaining[os.write(target, remaining) :]
 
     # Stopping -------------------------------------------------------------------------------------------------------
 

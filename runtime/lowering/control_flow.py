@@ -39,33 +39,33 @@ def _call(lowering: Lowering, op: Op, environment: Environment, context: Context
     """Lower a call: copy inputs in, run the graph, copy outputs and modified by-reference inputs out."""
     (graph,) = op.called_graphs
     check_bound(op)
-    places, sharing = call_inputs(op, environment), environment.sharing(op)
-    inputs: Sequence[Array | PackedSlot] = places
-    if lowering.inlines(graph, context, sharing) and context.is_repeated(graph, places):
+    operands, sharing = call_inputs(op, environment), environment.sharing(op)
+    inputs: Sequence[Array | PackedSlot] = operands
+    if lowering.inlines(graph, context, sharing) and context.is_repeated(graph, operands):
         with of_op(op), overriding_kernels(lowering.replicas.platform, lowering.hooks.overrides):
-            inputs = _inputs_again(op, places, environment, context)
-    finish_call(op, environment, places, lowering.lower_call(graph, inputs, context, in_rows=True, sharing=sharing))
+            inputs = _delayed_inputs(op, operands, environment, context)
+    finish_call(op, environment, operands, lowering.lower_call(graph, inputs, context, in_rows=True, sharing=sharing))
 
 
-def _inputs_again(op: Op, inputs: Sequence[Any], environment: Environment, context: Context) -> Sequence[Any]:
+def _delayed_inputs(op: Op, inputs: Sequence[Any], environment: Environment, context: Context) -> Sequence[Any]:
     """Inputs of a repeated call, available when all inputs of the enclosing graph are, such as gradients.
 
     XLA would merge both calls otherwise and keep the results, which is what recomputation is meant to avoid. Later ops
     read what comes out of the barrier, for the order is lost with results that nothing reads.
     """
-    around = [t for t in op.graph.inputs if context.inputs and not isinstance(environment.slot_or_value(t), PackedSlot)]
-    values = [environment.value_of(t) for t in around]
-    again, same = memory.available_together(inputs, values)
-    for t, before, after in zip(around, values, same, strict=True):
+    outer = [t for t in op.graph.inputs if context.inputs and not isinstance(environment.slot_or_value(t), PackedSlot)]
+    values = [environment.value_of(t) for t in outer]
+    delayed, equals = memory.available_together(inputs, values)
+    for t, before, after in zip(outer, values, equals, strict=True):
         if after is not before:
             environment.replace_equal(t, after)
-    return again
+    return delayed
 
 
 def finish_call(op: Op, environment: Environment, places: Sequence[Array | PackedSlot], results: Results) -> None:
     """Write a called graph's results to the caller's environment."""
-    for t, place in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
-        environment.define(t, place)
+    for t, result in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
+        environment.define(t, result)
     for i in sorted(op.modified & results.modified.keys()):
         if not isinstance(places[i], PackedSlot):
             environment.write(op.inputs[i], load(results.modified[i]))
@@ -85,16 +85,16 @@ def call_inputs(
         own: number of graph inputs that precede them.
         by_value: positions of inputs that are never rows.
     """
-    places = [environment.slot_or_value(t) for t in op.inputs]
-    rows = {i: place for i, place in enumerate(places) if isinstance(place, PackedSlot)}
+    operands = [environment.slot_or_value(t) for t in op.inputs]
+    rows = {i: operand for i, operand in enumerate(operands) if isinstance(operand, PackedSlot)}
     if rows:
-        written, count = {i - own for i in changed_inputs(op.called_graphs[0])}, Counter(rows.values())
-        changed = {row for i, row in rows.items() if i in written}
+        changed_numbers, count = {i - own for i in changed_inputs(op.called_graphs[0])}, Counter(rows.values())
+        changed = {row for i, row in rows.items() if i in changed_numbers}
         for i, row in rows.items():
-            is_copied = i in by_value or (i in written and i not in op.modified)
+            is_copied = i in by_value or (i in changed_numbers and i not in op.modified)
             if is_copied or (row in changed and count[row] > 1):
-                places[i] = row.slice_value()
-    return places
+                operands[i] = row.slice_value()
+    return operands
 
 
 def check_bound(op: Op) -> None:
@@ -119,22 +119,22 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, context: 
 
     def branch(graph: Graph, values: Sequence[Array], when: bool) -> Callable[[Any], Any]:
         def run(positions: Any) -> Any:
-            inside = loop_channels.in_iteration(positions)
+            channels = loop_channels.in_iteration(positions)
             if lowering.is_vmapped:
-                taken = cond.reshape(()) == when
-                around = context.channels.running
-                inside.running = taken if around is None else around & taken
-            results = lowering.lower_call(graph, values, replace(context, channels=inside))
-            return results.outputs[: len(op.outputs)], inside.carried(streams)
+                is_taken = cond.reshape(()) == when
+                is_running = context.channels.running
+                channels.running = is_taken if is_running is None else is_running & is_taken
+            results = lowering.lower_call(graph, values, replace(context, channels=channels))
+            return results.outputs[: len(op.outputs)], channels.carried(streams)
 
         return run
 
     branches = (branch(then_branch, inputs[:count], True), branch(else_branch, inputs[count:], False))
     # Several replicas on one device can select between results, but not between whole buffers in host memory.
-    one_of = (
+    select = (
         _run_both if lowering.is_vmapped and any(map(is_on_host, jax.tree.leaves(loop_channels.start))) else lax.cond
     )
-    outputs, positions = one_of(cond.reshape(()), *branches, loop_channels.start)
+    outputs, positions = select(cond.reshape(()), *branches, loop_channels.start)
     context.channels.resume(loop_channels, positions, outputs)
     for t, value in zip(op.outputs, outputs, strict=True):
         environment.write(t, value)
@@ -143,9 +143,9 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, context: 
 def _run_both(cond: Array, then_branch: Callable[[Any], Any], else_branch: Callable[[Any], Any], start: Any) -> Any:
     """`lax.cond` for vmapped replicas: arrays in host memory pass through both branches, which update them under a
     mask."""
-    then = then_branch(start)
-    handed = jax.tree.map(lambda new, old: new if is_on_host(old) else old, then[1], start)
-    return jax.tree.map(lambda a, b: b if is_on_host(b) else jnp.where(cond, a, b), then, else_branch(handed))
+    then_results = then_branch(start)
+    handed = jax.tree.map(lambda new, old: new if is_on_host(old) else old, then_results[1], start)
+    return jax.tree.map(lambda a, b: b if is_on_host(b) else jnp.where(cond, a, b), then_results, else_branch(handed))
 
 
 class Iteration(NamedTuple):
@@ -177,7 +177,7 @@ class Loop:
         self._carried_by_ref = returned_by_ref(op) - self._sharing.positions if op.modified else frozenset()
         by_value = frozenset(range(self._carried)) | self._carried_by_ref
         self._inputs = call_inputs(op, environment, EXTRA_INPUTS, by_value | self._sharing.positions)
-        self._rows = {k: place for k, place in enumerate(self._inputs) if isinstance(place, PackedSlot)}
+        self._rows = {k: operand for k, operand in enumerate(self._inputs) if isinstance(operand, PackedSlot)}
         self._packed = tuple(dict.fromkeys(row.packed for k, row in self._rows.items() if k in op.modified))
         self._modified_alone = op.modified - self._rows.keys() - self._sharing.positions
         contents = {k: self._inputs[k] for k in sorted(self._modified_alone - self._carried_by_ref)}
@@ -188,15 +188,15 @@ class Loop:
     def rows(self) -> dict[Op, Array]:
         """Body ops that slice the iteration's row out of an input, with the bound tensor."""
         own = self.graph.inputs[EXTRA_INPUTS:]
-        bound = {row.producer: self._inputs[own.index(whole)] for row, whole in rows_of(self.graph).items()}
+        bound = {row.producer: self._inputs[own.index(stacked)] for row, stacked in rows_of(self.graph).items()}
         return {op: value for op, value in bound.items() if op is not None and not isinstance(value, PackedSlot)}
 
     def begin_iteration(self, state: Any, i: Array) -> Iteration:
         """Build the inputs of an iteration from the loop-carried state."""
         results_before, contents, arrays, shared = state
         now = dict(zip(self._packed, arrays, strict=True))
-        outside = dict.fromkeys(row.packed for row in self._rows.values())
-        packed_arrays = {packed: packed.with_array(now.get(packed, packed.array)) for packed in outside}
+        packed_inputs = dict.fromkeys(row.packed for row in self._rows.values())
+        packed_arrays = {packed: packed.with_array(now.get(packed, packed.array)) for packed in packed_inputs}
         values = list(self._inputs)
         for k, content in contents.items():
             values[k] = content
@@ -213,11 +213,11 @@ class Loop:
 
     def end_iteration(self, iteration: Iteration, results: Results) -> tuple[Any, Sequence[Array]]:
         """Split the results of an iteration into loop-carried state and stacked results."""
-        values, packed_arrays, written = iteration.inputs[EXTRA_INPUTS:], iteration.packed_arrays, results.modified
+        values, packed_arrays, modified = iteration.inputs[EXTRA_INPUTS:], iteration.packed_arrays, results.modified
         for k in self._rows.keys() & self._op.modified:
-            write_back(written.get(k + EXTRA_INPUTS, values[k]), values[k])
+            write_back(modified.get(k + EXTRA_INPUTS, values[k]), values[k])
         others = sorted(self._modified_alone - self._carried_by_ref)
-        after = {k: load(written.get(k + EXTRA_INPUTS, values[k])) for k in others}
+        after = {k: load(modified.get(k + EXTRA_INPUTS, values[k])) for k in others}
         outputs = tuple(map(load, results.outputs[EXTRA_OUTPUTS:]))
         arrays = [packed_arrays[packed].array for packed in self._packed]
         shared = [results.modified_storages[storage] for storage in self._sharing.modified]

@@ -232,47 +232,47 @@ class Runner:
 
     def _op_by_op(self, changing: Sequence[Array], feeds: Sequence[Array], infinities: bool) -> Any:
         """Run op by op, equivalent to the executable, without donation."""
-        layout, held = self._layout, self.store.constant or ()
+        layout, constants = self._layout, self.store.constant or ()
         replicas, count = layout.replicas, layout.replicas.count
         devices = [replicas.device] * count if replicas.mesh is None else list(replicas.mesh.devices.flat)
 
         def shares(array: Array, is_shared: bool = False) -> list[Array]:
             """Split an array into per-replica arrays on their devices."""
-            whole = replicas.fetched(array)
+            fetched_array = replicas.fetched(array)
             if is_shared or count == 1:
-                parts = [whole] * count
+                pieces = [fetched_array] * count
             elif isinstance(array, jax.Array) and array.sharding.memory_kind == HOST:
-                parts = np.split(whole, count)  # replicas follow each other there
+                pieces = np.split(fetched_array, count)  # replicas follow each other there
             else:
-                parts = list(whole)
-            return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
+                pieces = list(fetched_array)
+            return [jax.device_put(share, device) for share, device in zip(pieces, devices, strict=True)]
 
-        def stack_replicas(parts: Sequence[Array], like: Array) -> Array:
+        def stack_replicas(pieces: Sequence[Array], like: Array) -> Array:
             """Stack per-replica arrays into one array of all replicas. Always copies, as later donation must not affect
             foreign arrays."""
-            return replicas.transfer(np.stack(parts).reshape(like.shape), like.sharding)
+            return replicas.transfer(np.stack(pieces).reshape(like.shape), like.sharding)
 
         own = layout.replicas_first([np.array(feed) for feed in feeds], layout.channels)
-        things: list[VariableBlock | Channel] = [
+        arguments: list[VariableBlock | Channel] = [
             *layout.changing,
             *layout.buffers,
             *layout.constant,
             *layout.used_inputs,
         ]
-        warn_of_given_nans(zip(things, [*changing, *held, *own], strict=True))
-        changed_shares, fed = (list(map(shares, arrays)) for arrays in (changing, own))
-        constant = [shares(array, layout.is_replicated(b)) for b, array in zip(layout.constant, held, strict=True)]
+        warn_of_given_nans(zip(arguments, [*changing, *constants, *own], strict=True))
+        changed_shares, feed_shares = (list(map(shares, arrays)) for arrays in (changing, own))
+        constant = [shares(array, layout.is_replicated(b)) for b, array in zip(layout.constant, constants, strict=True)]
         lowerings = [Debugged(layout.main.ops, layout.options, replicas, i, infinities) for i in range(count)]
-        works, begun = [], list[Channels]()
+        works, all_channels = [], list[Channels]()
         for i, lowering in enumerate(lowerings):
-            of_one = [[shares[i] for shares in each] for each in (changed_shares, constant, fed)]
-            values, channels = begin_run(layout, *of_one)
-            begun.append(channels)
+            own_shares = [[shares[i] for shares in each] for each in (changed_shares, constant, feed_shares)]
+            values, channels = begin_run(layout, *own_shares)
+            all_channels.append(channels)
             works.append(lowering.run_ops(layout.main.ops, values, Context(channels)))
         with raised_recursion_limit(nesting(layout.main)):
             environments = run_replicas(works, lowerings, devices)
-        runs = [end_run(layout, *each) for each in zip(environments, begun, strict=True)]
+        runs = [end_run(layout, *each) for each in zip(environments, all_channels, strict=True)]
         changed = tuple(map(stack_replicas, zip(*(changed for changed, _ in runs), strict=True), changing))
         fetched = zip(*(fetches for _, fetches in runs), strict=True)
-        fetches = [np.stack(parts) if count > 1 else parts[0] for parts in fetched]
+        fetches = [np.stack(pieces) if count > 1 else pieces[0] for pieces in fetched]
         return changed, layout.transfers_first(fetches, layout.channels)

@@ -141,18 +141,18 @@ class VariableStore:
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
-    def upload(self, given: Given | None = None) -> None:
+    def upload(self, new_values: Given | None = None) -> None:
         """Upload host values of all variables to the device. Remote buffer slots without variables stay unchanged.
 
         Args:
-            given: variables with values other than their host copies. Only the parts on the devices of this process are
-                requested, if each device has a replica; else all.
+            new_values: variables with values other than their host copies. Only parts on the devices of this process
+                are requested, if each device has a replica; else all.
         """
         _log.debug(f"Writing weights from host, {len(self._layout.variables)} variables.")
         is_first = self.device == NEVER
         with self._host_copies.lock:
             version = self._host_copies.version
-            changing, constant = self._uploaded(given or {})
+            changing, constant = self._uploaded(new_values or {})
             device = self._host_copies.new_version() if self.has_run else version
             # No call is made between these, so no signal is handled.
             self.changing, self.constant = changing, constant
@@ -163,18 +163,20 @@ class VariableStore:
                 if v.retrieval_mode == "one_per_group":
                     _log.trace(f"Reusing TensorData for d2hWeightBuffer of tensor {v.id}")
 
-    def _uploaded(self, given: Given) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def _uploaded(self, new_values: Given) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         layout = self._layout
         slots = [None] * len(layout.buffers) if self.changing is None else self.changing[len(layout.changing) :]
         layout.replicas.barrier("Session.weights_from_host", self.run_count)
 
         def upload_blocks(changes: bool, blocks: Sequence[VariableBlock]) -> list[Array]:
             own = [Slot(changes, i) not in self.borrowed for i in range(len(blocks))]
-            return [put_variables(layout, b, given) if is_own else None for b, is_own in zip(blocks, own, strict=True)]
+            return [
+                put_variables(layout, b, new_values) if is_own else None for b, is_own in zip(blocks, own, strict=True)
+            ]
 
         with layout.precision():
             changing = upload_blocks(True, layout.changing)
-            changing += [fill_buffer(layout, b, old, given) for b, old in zip(layout.buffers, slots, strict=True)]
+            changing += [fill_buffer(layout, b, old, new_values) for b, old in zip(layout.buffers, slots, strict=True)]
             return tuple(changing), tuple(upload_blocks(False, layout.constant))
 
     def download(self) -> None:
@@ -194,14 +196,14 @@ class VariableStore:
             if (mapped := v._memmap_arr) is not None:
                 mapped.flush()
 
-    def upload_parts(self, given: Given) -> None:
+    def upload_parts(self, new_values: Given) -> None:
         """Upload values given in parts. Changed variables without host memory receive values only on the device."""
-        only_there = {v for v in self._layout.downloaded if v._memmap_arr is None}
-        whole = {v: read(0, math.prod(v.shape_on_host)) for v, read in given.items() if v not in only_there}
-        self.upload(given)
+        on_device = {v for v in self._layout.downloaded if v._memmap_arr is None}
+        host_values = {v: read(0, math.prod(v.shape_on_host)) for v, read in new_values.items() if v not in on_device}
+        self.upload(new_values)
 
         def store_host_values() -> None:
-            for v, data in whole.items():
+            for v, data in host_values.items():
                 np.copyto(v.data, data.reshape(v.shape_on_host))
             self.host = self._host_copies.record_write()
             self.device = self._host_copies.new_version()
@@ -229,41 +231,41 @@ class VariableStore:
         `ValueError` for arrays of different layouts or devices.
         """
         wanted = {mine.on_replica: theirs.on_replica for mine, theirs in variables.items()}
-        found: dict[Slot, BorrowedArray] = {}
+        borrowed: dict[Slot, BorrowedArray] = {}
         for slot, block in self._blocks().items():
             if not (mine := [t for t in block.tensors if t in wanted]):
                 continue
             theirs = [wanted.get(t) for t in block.tensors]
-            there = next((s for s, each in other._blocks().items() if not set(theirs).isdisjoint(each.tensors)), None)
-            if problem := self._problem(slot, theirs, other, there):
+            source = next((s for s, each in other._blocks().items() if not set(theirs).isdisjoint(each.tensors)), None)
+            if problem := self._problem(slot, theirs, other, source):
                 first = mine[0]
                 raise ValueError(f"Session.use_variables_of: {first!r} cannot be {wanted[first]!r}: {problem}.")
-            assert there is not None
-            array = BorrowedArray(other, there)
-            also = {each for each, known in (self.borrowed | found).items() if known == array} - {slot}
-            if also and any(changes for changes, _ in also | {slot}):
+            assert source is not None
+            array = BorrowedArray(other, source)
+            same_source = {each for each, loan in (self.borrowed | borrowed).items() if loan == array} - {slot}
+            if same_source and any(changes for changes, _ in same_source | {slot}):
                 raise ValueError(
                     f"Session.use_variables_of: {mine[0]!r} cannot be {wanted[mine[0]]!r}: another variable is that "
                     "one already, and this session changes one of the two. Give each a variable of its own."
                 )
-            found[slot] = array
-        self.borrowed.update(found)
+            borrowed[slot] = array
+        self.borrowed.update(borrowed)
         self._owning_stores = tuple(sorted({each.store for each in self.borrowed.values()}, key=id))
         self._changed_stores = tuple(dict.fromkeys(each.store for slot, each in self.borrowed.items() if slot.changes))
         self._replace(dict.fromkeys(self.borrowed))
 
-    def _problem(self, slot: Slot, theirs: Sequence[Tensor | None], other: VariableStore, there: Slot | None) -> str:
+    def _problem(self, slot: Slot, theirs: Sequence[Tensor | None], other: VariableStore, source: Slot | None) -> str:
         """Reason why an array cannot be shared from another store, with `theirs` as its variables; empty if it can."""
-        if there is None:
+        if source is None:
             return "the other session does not use it"
-        if list(other._blocks()[there].tensors) != theirs:
+        if list(other._blocks()[source].tensors) != theirs:
             return (
                 "calls are rolled into loops, so it lies in one array with others, and these are not in the same order "
                 "in one array of the other session. Set `ir.options.calledGraphs = 'kept'` for both programs"
             )
-        if there in other.borrowed:
+        if source in other.borrowed:
             return "the other session has it from a third one; take it from there"
-        if slot.changes and not there.changes:
+        if slot.changes and not source.changes:
             return "the other session only reads it, and this one changes it: let that session take it from this one"
         replicas, own_replicas = other._layout.replicas.count, self._layout.replicas.count
         if replicas != own_replicas:
@@ -271,8 +273,8 @@ class VariableStore:
                 f"the other session has {replicas} replicas, and this one {own_replicas}. Copy what it has: "
                 "`session.write_variables_data({mine: other.get_tensor_data(theirs)})`"
             )
-        ours, form = self._slot_spec(slot), other._slot_spec(there)
-        return "" if ours == form else f"the other session has it as {form}, and this one as {ours}"
+        ours, source_spec = self._slot_spec(slot), other._slot_spec(source)
+        return "" if ours == source_spec else f"the other session has it as {source_spec}, and this one as {ours}"
 
     def _blocks(self) -> dict[Slot, VariableBlock]:
         """Variable arrays, keyed by slot."""
@@ -330,8 +332,8 @@ class VariableStore:
         changing = None if self.changing is None else list(self.changing)
         constant = None if self.constant is None else list(self.constant)
         for (changes, number), array in arrays.items():
-            held = changing if changes else constant
-            if held is not None:
-                held[number] = array
+            target = changing if changes else constant
+            if target is not None:
+                target[number] = array
         self.changing = None if changing is None else tuple(changing)
         self.constant = None if constant is None else tuple(constant)

@@ -34,7 +34,7 @@ HostValue = tuple[Variable, np.ndarray, np.ndarray | None]
 # To the device --------------------------------------------------------------------------------------------------------
 
 
-def put_variables(layout: Layout, block: VariableBlock, given: Given) -> Array:
+def put_variables(layout: Layout, block: VariableBlock, new_values: Given) -> Array:
     """Create the device array of a block's variables, from host copies or given values."""
     replicas = layout.compile_options_for(block.tensors[0]).replicas
     if layout.is_elsewhere(block.tensors[0]):
@@ -42,40 +42,40 @@ def put_variables(layout: Layout, block: VariableBlock, given: Given) -> Array:
     variables = [layout.resident[t] for t in block.tensors]
     alike = all(_is_alike(layout, t) for t in block.tensors)
     if not alike and not layout.is_replicated(block) and replicas.mesh is not None:
-        if any(v in given or v.initial for v in variables):  # each process makes only the rows of its own replicas
-            rows = [_rows(v, given) for v in variables]
+        if any(v in new_values or v.initial for v in variables):  # each process makes only the rows of its own replicas
+            rows = [_rows(v, new_values) for v in variables]
             return replicas.build_array(
                 replicas.shape(block.shape), lambda replica: np.stack([row(replica) for row in rows])
             )
-    whole = [_initial_value(v, given) for v in variables]
+    arrays = [_initial_value(v, new_values) for v in variables]
     if layout.is_replicated(block):
-        return replicas.transfer(np.stack(whole) if block.is_packed else whole[0], replicas.sharding(None))
+        return replicas.transfer(np.stack(arrays) if block.is_packed else arrays[0], replicas.sharding(None))
     if alike:
-        return replicas.broadcast(np.stack(whole) if block.is_packed else whole[0])
-    parts = [_replica_values(layout, t, array, replicas.count) for t, array in zip(block.tensors, whole, strict=True)]
-    array = np.stack(parts, 1) if block.is_packed else parts[0]
+        return replicas.broadcast(np.stack(arrays) if block.is_packed else arrays[0])
+    stacks = [_replica_values(layout, t, array, replicas.count) for t, array in zip(block.tensors, arrays, strict=True)]
+    array = np.stack(stacks, 1) if block.is_packed else stacks[0]
     return replicas.transfer(array.reshape(replicas.shape(block.shape)), replicas.sharding())
 
 
-def fill_buffer(layout: Layout, buffer: RemoteBuffer, before: Array | None, given: Given) -> Array:
+def fill_buffer(layout: Layout, buffer: RemoteBuffer, before: Array | None, new_values: Given) -> Array:
     """Write variables into remote buffer slots; other slots keep their contents from `before`."""
     options = layout.compile_options_for(buffer)
     if layout.is_elsewhere(buffer):
         return remote.spec(buffer, options.replicas, options.slots)
-    rows = {v: _rows(v, given) for v in layout.in_buffers[buffer]}
+    rows = {v: _rows(v, new_values) for v in layout.in_buffers[buffer]}
     return remote.fill_buffer(buffer, rows, options.replicas, options.slots, before)
 
 
-def _initial_value(v: Variable, given: Given) -> np.ndarray:
+def _initial_value(v: Variable, new_values: Given) -> np.ndarray:
     # JAX may keep its argument as the device's memory, even if aliasing is forbidden; so it gets a separate array. Host
     # copies change, and donated memory is overwritten.
     size = math.prod(v.shape_on_host)
-    return to_device(given[v](0, size).reshape(v.shape_on_host) if v in given else v.numbers(), v.dtype)
+    return to_device(new_values[v](0, size).reshape(v.shape_on_host) if v in new_values else v.numbers(), v.dtype)
 
 
-def _rows(v: Variable, given: Given) -> Callable[[int], np.ndarray]:
+def _rows(v: Variable, new_values: Given) -> Callable[[int], np.ndarray]:
     """Function from a replica number to its initial elements of a variable."""
-    elements = given.get(v, partial(_host_elements, v))
+    elements = new_values.get(v, partial(_host_elements, v))
     return partial(shard_layout(v).row, lambda start, stop: to_device(elements(start, stop), v.dtype))
 
 
@@ -136,22 +136,22 @@ def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostV
         changing: arrays that it changes, including those of its remote buffers; `None` for those of other sessions.
     """
     fetched: list[HostValue] = []
-    for place, array, variables, rows_of in _changed_arrays(layout, changing):
+    for owner, array, variables, rows_of in _changed_arrays(layout, changing):
         if array is None or not variables:
             continue
-        replicas = layout.compile_options_for(place).replicas
-        one_will_do = layout.divided is None and not isinstance(place, RemoteBuffer) and all(map(_is_equal, variables))
-        on_host = replicas.fetched_once(array) if one_will_do else _fetched(layout, place, array)
+        replicas = layout.compile_options_for(owner).replicas
+        is_uniform = layout.divided is None and not isinstance(owner, RemoteBuffer) and all(map(_is_equal, variables))
+        on_host = replicas.fetched_once(array) if is_uniform else _fetched(layout, owner, array)
         fetched += [_host_value(layout, v, row) for v, row in rows_of(variables, on_host, replicas.count).items()]
     return fetched
 
 
-def _fetched(layout: Layout, thing: Tensor | RemoteBuffer, array: Array) -> np.ndarray:
+def _fetched(layout: Layout, owner: Tensor | RemoteBuffer, array: Array) -> np.ndarray:
     """Copy an array of all replicas to the host. If several processes run the program, each gets it, also of a stage of
     others."""
     if layout.stages is None:
-        return layout.compile_options_for(thing).replicas.fetched(array)
-    replicas = layout.replicas if layout.is_elsewhere(thing) else layout.compile_options_for(thing).replicas
+        return layout.compile_options_for(owner).replicas.fetched(array)
+    replicas = layout.replicas if layout.is_elsewhere(owner) else layout.compile_options_for(owner).replicas
     return replicas.fetched(layout.stages.own_copy(array))
 
 
@@ -165,10 +165,10 @@ def _host_value(layout: Layout, v: Variable, array: np.ndarray) -> HostValue:
     """Host value of a variable from its replica values, without padding."""
     if layout.replicas.count == 1 and not v.location_info.isRemote():
         return v, to_host(array, v.dtype).reshape(1, -1), None
-    parts, rows = shard_layout(v), array.reshape(layout.replicas.count, -1)
-    values = to_host(parts.values(rows), v.dtype)
+    layout_of_shards, rows = shard_layout(v), array.reshape(layout.replicas.count, -1)
+    values = to_host(layout_of_shards.values(rows), v.dtype)
     if v.retrieval_mode == "all_replicas" and v.replica_grouping.group_size > 1:
-        return v, values, to_host(parts.values(rows, all_replicas=True), v.dtype)
+        return v, values, to_host(layout_of_shards.values(rows, all_replicas=True), v.dtype)
     return v, values, None
 
 
@@ -176,14 +176,14 @@ def write_host_copies(fetched: Iterable[HostValue]) -> dict[Variable, np.ndarray
     """Write fetched values to host copies. Returns all-replica values of variables with retrieval mode
     "all_replicas"."""
     of_all_replicas: dict[Variable, np.ndarray] = {}
-    for v, values, of_all in fetched:
+    for v, values, replica_values in fetched:
         if v.initial is not None and values.size == math.prod(v.shape_on_host):
             v.data = np.array(values).reshape(v.shape_on_host)  # the initial value need not be made
         v.data.reshape(len(values), -1)[:, : values.shape[1]] = values
-        if of_all is not None:
-            whole = v.data.reshape(len(values), -1)[v.replica_grouping.assignment]
-            whole[:, : of_all.shape[1]] = of_all
-            of_all_replicas[v] = whole.reshape(-1, *v.shape)
+        if replica_values is not None:
+            target = v.data.reshape(len(values), -1)[v.replica_grouping.assignment]
+            target[:, : replica_values.shape[1]] = replica_values
+            of_all_replicas[v] = target.reshape(-1, *v.shape)
     return of_all_replicas
 
 
@@ -207,8 +207,8 @@ def fetch_local(
     def value(v: Variable) -> np.ndarray:
         if v not in changed:
             return v.data
-        place, array, _, rows_of = changed[v]
-        replicas = layout.compile_options_for(place).replicas
+        owner, array, _, rows_of = changed[v]
+        replicas = layout.compile_options_for(owner).replicas
         assert isinstance(replicas, DividedReplicas)
         rows = rows_of([v], replicas.fetched_here(array, {first})[first], 1)
         return to_host(rows[v][0], v.dtype).reshape(v.shape)
@@ -247,11 +247,11 @@ def _parts_on_devices(
 ) -> dict[Variable, list[Part]]:
     """Variable parts on devices, for variables changed by the program."""
     parts: dict[Variable, list[Part]] = {}
-    for place, array, changed, rows_of in _changed_arrays(layout, changing):
-        if not (vs := variables.intersection(changed)) or layout.is_elsewhere(place):
+    for owner, array, changed, rows_of in _changed_arrays(layout, changing):
+        if not (vs := variables.intersection(changed)) or layout.is_elsewhere(owner):
             continue
         firsts = {v: shard_layout(v).first_holders for v in vs}
-        replicas = layout.compile_options_for(place).replicas
+        replicas = layout.compile_options_for(owner).replicas
         assert isinstance(replicas, DividedReplicas)
         parts |= {v: [] for v in vs}
         for replica, values in replicas.fetched_here(array, own.intersection(chain(*firsts.values()))).items():

@@ -99,16 +99,16 @@ class Clustering:
     def _updates(self) -> AbstractSet[Op]:
         """Batchable updates of variables that only other updates read afterwards; and the ops on gradients that only
         these need, unless their results are smaller."""
-        found: set[Op] = set()
+        updates: set[Op] = set()
         for op in reversed(self.ops):
-            if self.is_rare[op] or not found.issuperset(self.followers[op]):
+            if self.is_rare[op] or not updates.issuperset(self.followers[op]):
                 continue
             size = max(map(size_in_bytes, op.inputs), default=0)
             is_larger = any(size_in_bytes(t) >= size for t in op.outputs)
             is_for_update = self.followers[op] and is_larger and not op.modified and is_batchable(op)
             if is_update(op, self.signatures) or is_for_update:
-                found.add(op)
-        return found
+                updates.add(op)
+        return updates
 
     def _operand(self, op: Op) -> Tensor | None:
         """Variable of equally many elements that an op reads, such as a cast's; `None` for other ops."""
@@ -116,8 +116,8 @@ class Clustering:
             return None
         (t,) = op.inputs
         roots = self.signatures.roots(t)
-        is_given = len(roots) == 1 and roots[0].producer is None and t.shape == op.outputs[0].shape
-        return roots[0] if is_given else None
+        is_variable = len(roots) == 1 and roots[0].producer is None and t.shape == op.outputs[0].shape
+        return roots[0] if is_variable else None
 
     def _late(self) -> AbstractSet[Op]:
         """Ops on variables only that a single iteration needs, without another op of equal signature. (For constants,
@@ -134,8 +134,8 @@ class Clustering:
             is_pure = not (op.modified or op.called_graphs or op.kind.exchange or op.kind.effect)
             roots, followers = self._roots(op), self.followers[op]
             begins = bool(roots) and made_early.isdisjoint(roots) and not any(isinstance(t, Constant) for t in roots)
-            is_of_one = len({self.signatures.signature(each) for each in followers}) == len(followers) > 0
-            if is_pure and begins and is_of_one and not self.is_rare[op]:
+            is_single = len({self.signatures.signature(each) for each in followers}) == len(followers) > 0
+            if is_pure and begins and is_single and not self.is_rare[op]:
                 late.add(op)
             elif op not in late:
                 made_early.update(op.outputs)
@@ -143,14 +143,14 @@ class Clustering:
 
     def _in_order(self, ops: Sequence[Op], needs: Mapping[Op, AbstractSet[Op]], updates: Container[Op]) -> list[Op]:
         """Clustered ops, after their dependencies; updates after others."""
-        place = {op: i for i, op in enumerate(ops)}
+        position = {op: i for i, op in enumerate(ops)}
         followers = _followers(ops, needs)
-        made = {t for op in self.ops if op.inputs for t in op.outputs}
-        read = {root for op in ops for root in self._roots(op)}
+        computed = {t for op in self.ops if op.inputs for t in op.outputs}
+        roots_read = {root for op in ops for root in self._roots(op)}
         ahead = dict.fromkeys(ops, 0)  # number of calls on the longest path of reads that starts at an op
         is_put_off = dict(self.is_rare)
         for op in reversed(ops):
-            ahead[op] += bool(op.called_graphs) and any(t in read or t in self.returned for t in op.outputs)
+            ahead[op] += bool(op.called_graphs) and any(t in roots_read or t in self.returned for t in op.outputs)
             for needed in needs[op]:
                 ahead[needed] = max(ahead[needed], ahead[op])
                 is_put_off[needed] &= is_put_off[op]
@@ -158,30 +158,30 @@ class Clustering:
 
         def stays_behind(op: Op) -> bool:
             is_free = self.is_rare[op] and all(t.nelms == 1 for t in op.outputs)
-            return made.isdisjoint(self._roots(op)) and not is_free
+            return computed.isdisjoint(self._roots(op)) and not is_free
 
         waits = {op: is_put_off[op] or stays_behind(op) for op in ops}
         ready: list[tuple[bool, bool, int, bool, int]] = []
         ordered: list[Op] = []
-        taken: set[Op] = set()
+        emitted: set[Op] = set()
         upto = 0  # all ops before this place are taken
 
         def offer(op: Op) -> None:
-            if not missing[op] and (not waits[op] or place[op] == upto):
-                heappush(ready, (is_put_off[op], op in updates, ahead[op], self.is_rare[op], place[op]))
+            if not missing[op] and (not waits[op] or position[op] == upto):
+                heappush(ready, (is_put_off[op], op in updates, ahead[op], self.is_rare[op], position[op]))
 
         for op in ops:
             offer(op)
         while ready:
             op = ops[heappop(ready)[-1]]
             ordered.append(op)
-            taken.add(op)
+            emitted.add(op)
             for follower in followers[op]:
                 missing[follower] -= 1
                 if not waits[follower]:
                     offer(follower)
             before = upto
-            while upto < len(ops) and ops[upto] in taken:
+            while upto < len(ops) and ops[upto] in emitted:
                 upto += 1
             if before < upto < len(ops) and waits[ops[upto]]:
                 offer(ops[upto])

@@ -44,7 +44,7 @@ class Rerolling(ProgramOrder):
     """
 
     def __init__(
-        self, main: Graph, held: Collection[Tensor], from_saved: int = 0, batches_updates: bool = False
+        self, main: Graph, resident: Collection[Tensor], from_saved: int = 0, batches_updates: bool = False
     ) -> None:
         structures = Structures(main)
         self._size = structures.size
@@ -68,15 +68,15 @@ class Rerolling(ProgramOrder):
             for t in loop_input.by_iteration
         }
         for loop in self.loops:
-            is_in_place = is_batch(loop) and any(
+            slices_shared = is_batch(loop) and any(
                 not sliced.isdisjoint(loop_input.by_iteration) for loop_input in loop.inputs
             )
-            if self._saved_by(loop) < max(1, from_saved) and not _has_products(loop) and not is_in_place:
+            if self._saved_by(loop) < max(1, from_saved) and not _has_products(loop) and not slices_shared:
                 self._write_out(loop, "it computes no products, and would be more kernels in a loop")
         while True:
-            walk = _PackingAnalysis(self._schedules, signatures, main, held)
+            walk = _PackingAnalysis(self._schedules, signatures, main, resident)
             with raised_recursion_limit(nesting(main)):
-                walk.visit_graph(main, {t: t for t in held})
+                walk.visit_graph(main, {t: t for t in resident})
             if not walk.refused:
                 break
             for loop, reason in walk.refused.items():
@@ -168,7 +168,11 @@ class _PackingAnalysis:
     """
 
     def __init__(
-        self, schedules: dict[Graph, tuple[Item, ...]], signatures: OpSignatures, main: Graph, held: Collection[Tensor]
+        self,
+        schedules: dict[Graph, tuple[Item, ...]],
+        signatures: OpSignatures,
+        main: Graph,
+        resident: Collection[Tensor],
     ) -> None:
         self._schedules, self._storage = schedules, signatures.storage
         self._with_loops: set[Graph] = set()
@@ -177,7 +181,7 @@ class _PackingAnalysis:
             ops = [item for item in items if isinstance(item, Op)]
             if len(ops) < len(items) or any(not self._with_loops.isdisjoint(op.called_graphs) for op in ops):
                 self._with_loops.add(graph)
-        self._resident = frozenset(held)
+        self._resident = frozenset(resident)
         self._computed: list[tuple[Tensor, ...]] = []
         self._visited_separately: set[Graph] = set()
         self._requests: list[_PackingRequest] = []
@@ -216,16 +220,16 @@ class _PackingAnalysis:
     def _input_sources(self, run: Run, sources: dict[Tensor, Source]) -> dict[Tensor, Source]:
         """Sources of a called graph's inputs; unknown for copies of modified inputs."""
         own = len(run.op_inputs)
-        written = {i - own for i in changed_inputs(run.graph)}
+        changed = {i - own for i in changed_inputs(run.graph)}
         copied = {*range(run.carried), *(returned_by_ref(run.op) if run.carried else ())}
-        given = [*map(self._storage, run.operands)]
-        count = Counter(given)
+        storages = [*map(self._storage, run.operands)]
+        count = Counter(storages)
         return {
             inner: sources.get(storage)
-            for i, (inner, storage) in enumerate(zip(run.inputs, given, strict=False))
+            for i, (inner, storage) in enumerate(zip(run.inputs, storages, strict=False))
             if storage is not None
             and i not in copied
-            and (i not in written or (i in run.op.modified and count[storage] == 1))
+            and (i not in changed or (i in run.op.modified and count[storage] == 1))
         }
 
     def _visit_loop(self, loop: RerolledLoop, sources: dict[Tensor, Source]) -> None:
@@ -240,18 +244,20 @@ class _PackingAnalysis:
     def _note_packing(self, loop: RerolledLoop, loop_input: LoopInput, sources: dict[Tensor, Source]) -> None:
         """Register one loop input's values for packing."""
         storages = [*dict.fromkeys(loop_input.by_iteration)]
-        found = [sources.get(t) for t in storages]
-        variables = [source for source in found if isinstance(source, Tensor)]
-        rows_by_output = Counter(source[0] for source in found if isinstance(source, tuple))
+        known_sources = [sources.get(t) for t in storages]
+        variables = [source for source in known_sources if isinstance(source, Tensor)]
+        rows_by_output = Counter(source[0] for source in known_sources if isinstance(source, tuple))
         size = len(storages) * size_in_bytes(loop_input.storage)
-        alone = len(found) - max(rows_by_output.values(), default=0)
-        made = [t for t in variables if t not in self._resident]
-        if len(variables) == len(found) and not made:
+        separate = len(known_sources) - max(rows_by_output.values(), default=0)
+        computed = [t for t in variables if t not in self._resident]
+        if len(variables) == len(known_sources) and not computed:
             self._requests.append(_PackingRequest(loop, loop_input, tuple(variables)))
-        elif len(made) == len(found) and len({t.graph for t in made}) == 1 and size > SMALL:
-            self._computed.append(tuple(made))
+        elif len(computed) == len(known_sources) and len({t.graph for t in computed}) == 1 and size > SMALL:
+            self._computed.append(tuple(computed))
         elif (
-            size > SMALL and alone > (not loop_input.is_modified) and not all(isinstance(t, Constant) for t in storages)
+            size > SMALL
+            and separate > (not loop_input.is_modified)
+            and not all(isinstance(t, Constant) for t in storages)
         ):
             self.refused.setdefault(
                 loop,
@@ -261,12 +267,12 @@ class _PackingAnalysis:
     def gathered(self) -> dict[Op, list[tuple[Tensor, ...]]]:
         """Computed loop inputs, such as casts, merged across loops: packed after the last op that computes one. The
         compiler writes results into the packed array."""
-        found: dict[Op, list[tuple[Tensor, ...]]] = {}
+        groups_by_op: dict[Op, list[tuple[Tensor, ...]]] = {}
         for group in merge_overlapping(self._computed):
-            made_by = {t.producer for t in group}
-            ops = [op for items in self._schedules.values() for op in _lowered_ops(items) if op in made_by]
-            found.setdefault(ops[-1], []).append(group)
-        return found
+            producers = {t.producer for t in group}
+            ops = [op for items in self._schedules.values() for op in _lowered_ops(items) if op in producers]
+            groups_by_op.setdefault(ops[-1], []).append(group)
+        return groups_by_op
 
     def packed_variables(self) -> list[tuple[Tensor, ...]]:
         """Variables of loop inputs, merged across loops."""
@@ -282,21 +288,21 @@ def _group_adjacent(
     of_group: list[list[_PackingRequest]] = [[] for _ in groups]
     for request in requests:
         of_group[number[request.variables[0]]].append(request)
-    found: dict[object, list[Sequence[Tensor]]] = {}
+    by_roles: dict[object, list[Sequence[Tensor]]] = {}
     for group, own in zip(groups, of_group, strict=True):
-        found.setdefault(_roles(group, own), []).append(group)
+        by_roles.setdefault(_roles(group, own), []).append(group)
     # By name: programs that share variables have them in the same order.
-    ordered = (sorted(alike, key=lambda group: group[0].name) for alike in found.values())
-    return [tuple(t for of_turn in zip(*alike, strict=True) for t in of_turn) for alike in ordered]
+    ordered = (sorted(alike, key=lambda group: group[0].name) for alike in by_roles.values())
+    return [tuple(t for of_iteration in zip(*alike, strict=True) for t in of_iteration) for alike in ordered]
 
 
 def _roles(group: Sequence[Tensor], requests: Sequence[_PackingRequest]) -> object:
     """Variable roles in loops: equal for groups that may be adjacent."""
     first = group[0]
-    in_each = all(len(request.variables) == len(request.loop.iterations) == len(group) for request in requests)
-    if size_in_bytes(first) > NARROW or not in_each or len({w.loop for w in requests}) < len(requests):
+    is_uniform = all(len(request.variables) == len(request.loop.iterations) == len(group) for request in requests)
+    if size_in_bytes(first) > NARROW or not is_uniform or len({w.loop for w in requests}) < len(requests):
         return first  # no similar tensors
-    place = {t: n for n, t in enumerate(group)}
-    of_loops = tuple((w.loop, w.loop_input.is_modified, tuple(place[t] for t in w.variables)) for w in requests)
+    position = {t: n for n, t in enumerate(group)}
+    of_loops = tuple((w.loop, w.loop_input.is_modified, tuple(position[t] for t in w.variables)) for w in requests)
     replicas = tuple(first.replica_grouping.assignment) if isinstance(first, Variable) else None
     return first.spec.to_tuple(), replicas, of_loops

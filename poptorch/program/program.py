@@ -71,7 +71,7 @@ class Program:
         self._captured, self._leaves, self._returned = captured, list(leaves), list(returned)
         self._batching, self._options, self._update = request.batching, options, update
         self._updated = {name: value for name, value in captured.updated.items() if name in host}
-        self.io = ProgramIO(overwritten=frozenset(self._updated))
+        self.io = ProgramIO(written=frozenset(self._updated))
         self._groupings = request.groupings
         self._check_buffers()
         self._check_ops()
@@ -171,8 +171,8 @@ class Program:
                 tensors[f"/{leaf}"] = ops.host_load(self.io.inputs[number], leaf)
         for number, value in enumerate(self._captured.slots):
             key, shape = f"{SLOT}{number}", (micro_batches,) if micro_batches > 1 else ()
-            self.io.counter_streams.append(popxl.h2d_stream(shape, spec_of(value).dtype, key.lstrip("/")))
-            tensors[key] = ops.host_load(self.io.counter_streams[-1], key.lstrip("/"))
+            self.io.counted.append(popxl.h2d_stream(shape, spec_of(value).dtype, key.lstrip("/")))
+            tensors[key] = ops.host_load(self.io.counted[-1], key.lstrip("/"))
         return tensors
 
     def _on_device(self, host: Mapping[str, np.ndarray]) -> Tensors:

@@ -28,27 +28,27 @@ class Result:
 
 @dataclass
 class ProgramIO:
-    """Program inputs, outputs and variables that the host accesses.
+    """Program inputs, outputs and variables that the host accesses. Saved files have the names of these attributes.
 
     Attributes:
         inputs: stream of each input, by number; unused inputs have none.
         outputs: results of the program: those of the model, anchored tensors, inputs that are overwritten.
         variables: variables of parameters and buffers, by name; tied ones are one. Unused ones have none.
-        overwritten: names of those that `forward` overwrites. Each replica has its own value of them.
+        written: names of those that `forward` overwrites. Each replica has its own value of them.
         numbers: stream of the optimiser's hyperparameters, if some are variable.
         state: the variables of its state, by name.
         random: variable of random numbers, if there are any.
         names: names of the tensors that may be returned: parameters, inputs, `"loss"`, those of the model's graph, and
             in training `"Gradient___<parameter>"`, of a micro-batch and a replica, and `"UpdatedVar___<parameter>"`.
-        counter_streams: the streams of numbers that the host computes from those that `forward` changes.
+        counted: the streams of numbers that the host computes from those that `forward` changes.
     """
 
     inputs: dict[int, popxl.HostToDeviceStream] = field(default_factory=dict)
     outputs: list[Result] = field(default_factory=list)
     variables: dict[str, Variable] = field(default_factory=dict)
-    overwritten: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()
     numbers: popxl.HostToDeviceStream | None = None
     state: dict[str, Variable] = field(default_factory=dict)
     random: Variable | None = None
     names: Sequence[str] = ()
-    counter_streams: list[popxl.HostToDeviceStream] = field(default_factory=list)
+    counted: list[popxl.HostToDeviceStream] = field(default_factory=list)

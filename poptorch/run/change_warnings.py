@@ -53,7 +53,7 @@ class ChangeWarnings:
                 "%s. Call `copyWeightsToDevice()` of the wrapper after it, or load with its `load_state_dict`.",
                 f"{written[0]} and {len(written) - 1} other tensors have" if written[1:] else f"{written[0]} has",
                 "them" if written[1:] else "it",
-                ", which overwrite those of the host" * (self._training or written[0] in compiled.io.overwritten),
+                ", which overwrite those of the host" * (self._training or written[0] in compiled.io.written),
             )
         if "others" not in self._warned and (others := self._writes.replaced()):
             self._warned.once(

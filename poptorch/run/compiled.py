@@ -238,7 +238,7 @@ class Compiled:
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
         """Device values of parameters and buffers by name, optionally only the named ones."""
         found = self._fetched({n: v for n, v in self.io.variables.items() if names is None or n in names})
-        of_each_replica = self.io.overwritten if self.session.ir.replication_factor > 1 else ()
+        of_each_replica = self.io.written if self.session.ir.replication_factor > 1 else ()
         return {name: array[0] if name in of_each_replica else array for name, array in found.items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
@@ -294,7 +294,7 @@ class Compiled:
         replicas, count = self.batching.groups.replicas, self.batching.micro_batches
         arrays = [array if count > 1 else array[0] for array in self.counters.advance(count)]
         given = [np.stack([array] * replicas) if replicas > 1 else array for array in arrays]
-        return dict(zip(self.io.counter_streams, given, strict=True))
+        return dict(zip(self.io.counted, given, strict=True))
 
     @property
     def _random(self) -> dict[tuple[str, str], Variable]:

@@ -295,7 +295,7 @@ class BrokenGraph:
     def io(self) -> ProgramIO:
         """Tensor names of all programs, and buffers overwritten by the model."""
         names = tuple(chain.from_iterable(each.io.names for each in self._programs))
-        return ProgramIO(names=names, overwritten=frozenset(self._host_buffers))
+        return ProgramIO(names=names, written=frozenset(self._host_buffers))
 
     def attach(self, host: Mapping[str, np.ndarray]) -> None:
         """Attach a device, loading given parameter and buffer values."""

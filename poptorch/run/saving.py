@@ -410,7 +410,7 @@ def _counters(data: Any) -> HostNumbers | None:
 def _io_to_data(io: ProgramIO) -> Any:
     """Serialize streams and variables of a program, each as a tuple of its kind and id."""
     outputs = [[each.stream, list(each.shape), each.count, each.anchor] for each in io.outputs]
-    others = {"written": sorted(io.overwritten), "names": list(io.names), "outputs": outputs}
+    others = {"written": sorted(io.written), "names": list(io.names), "outputs": outputs}
     return to_data(pytree.tree_map(_reference, vars(io) | others), "io")
 
 

@@ -93,7 +93,7 @@ class SmallerBatches:
         may_pad = options.partial_batch is PartialBatch.Pad and options.output_mode is OutputMode.All
         if not may_pad or self._training or not isinstance(whole, Compiled) or self._batching.groups.size > 1:
             return None
-        if whole.io.overwritten or whole.counter_values or whole.rewritten or options.anchored_tensors:
+        if whole.io.written or whole.counter_values or whole.rewritten or options.anchored_tensors:
             return None
         signature = Signature(self._forward, args, kwargs)
         pairs = list(zip(signature.check(args, kwargs), whole.signature.leaves, strict=True))
@@ -152,7 +152,7 @@ class SmallerBatches:
     def _transferring_state(self, program: CompiledModel) -> Iterator[None]:
         """Context manager moving persistent state to a smaller program before its run, and back afterwards."""
         io = program.io
-        changes = self._training or bool(io.overwritten) or bool(program.counter_values) or io.random is not None
+        changes = self._training or bool(io.written) or bool(program.counter_values) or io.random is not None
         if changes or self._versions.get(program) != self._model.version:
             program.write_persistent_state(self._model.persistent_state())
         try:

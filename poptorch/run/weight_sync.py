@@ -54,7 +54,7 @@ class WeightSync:
         """Record the program that has the device's copy."""
         self._program, self._structure = program, self._host.structure()
         self._trainings.track()
-        if not self._training and (written := program.io.overwritten):
+        if not self._training and (written := program.io.written):
             self.lazy = self._watching(written)
 
     def disconnect(self) -> None:
@@ -78,7 +78,7 @@ class WeightSync:
     def _fetch(self) -> Mapping[str, np.ndarray]:
         """Values of tensors that the device may have changed: all in training, otherwise those it overwrites."""
         assert self._program is not None
-        return self._program.weights(None if self._training else self._program.io.overwritten)
+        return self._program.weights(None if self._training else self._program.io.written)
 
     @property
     def structure_changed(self) -> bool:

@@ -43,7 +43,7 @@ from poptorch.base.logging_ import logger
 from poptorch.errors import createPoptorchError
 
 
-def structure_of(value: Any, name: str, known: KnownObjects | None = None) -> Structure:
+def structure_of(value: Any, name: str, known_objects: KnownObjects | None = None) -> Structure:
     """The structure of a value: tensors in tuples, lists, dictionaries, dataclasses and registered types, nested.
 
     Types may be registered with `registerCustomArgParser`, or with `torch.utils._pytree`. Other objects are flattened
@@ -52,33 +52,33 @@ def structure_of(value: Any, name: str, known: KnownObjects | None = None) -> St
     dataclasses or callable, or their class defines comparison or copying.
 
     Args:
-        known: structures of objects that are known, by their identity; see `given_objects`.
+        known_objects: structures of objects that are known, by their identity; see `given_objects`.
     """
-    known = KnownObjects() if known is None else known
+    known_objects = KnownObjects() if known_objects is None else known_objects
     kind = type(value)
-    if known.carries(name, value):
+    if known_objects.carries(name, value):
         return CarriedValue(name, value)
     if (parser := parser_of(value)) is not None:
-        return _Custom(name, value, parser, known)
+        return _Custom(name, value, parser, known_objects)
     if issubclass(kind, torch.Tensor):
         return Leaf(name, tuple(value.shape), value.dtype)
     if issubclass(kind, tuple | list):
-        return _Sequence(name, value, known)
+        return _Sequence(name, value, known_objects)
     if issubclass(kind, dict):
-        return _Mapping(name, value, known)
+        return _Mapping(name, value, known_objects)
     if issubclass(kind, type | ModuleType | torch.nn.Module):
         return Constant(name, value)
     if kind in pytree.SUPPORTED_NODES and not dataclasses.is_dataclass(kind):
-        return _PytreeNode(name, value, known)
-    if id(value) in known:
-        return known[id(value)]
+        return _PytreeNode(name, value, known_objects)
+    if id(value) in known_objects:
+        return known_objects[id(value)]
     if _is_plain(value):
-        return _Object(name, value, known)
+        return _Object(name, value, known_objects)
     make = _Fields if dataclasses.is_dataclass(kind) else _Bound if kind in _BOUND else _Object
     if (make is not _Object or _is_of_python(kind)) and holds_tensor(value, (torch.Tensor, Hidden)):
-        found = make(name, value, known)
-        if any(True for _ in found.leaves()) or holds_tensor(value, Hidden):
-            return found
+        structure = make(name, value, known_objects)
+        if any(True for _ in structure.leaves()) or holds_tensor(value, Hidden):
+            return structure
     return Constant(name, value)
 
 
@@ -147,31 +147,31 @@ class Composite(Structure):
 class _Sequence(Composite):
     """A tuple or list, including named tuples and other subclasses."""
 
-    def __init__(self, name: str, value: Sequence[Any], known: KnownObjects) -> None:
+    def __init__(self, name: str, value: Sequence[Any], known_objects: KnownObjects) -> None:
         super().__init__(name, value)
         # A named tuple takes its fields one by one.
         self._make: Callable[[list[Any]], Any] = getattr(value, "_make", None) or type(value)
-        self._children = _item_structures(name, value, known)
+        self._children = _item_structures(name, value, known_objects)
 
     def _child_values(self, value: Any) -> Iterable[Any]:
         return check_length(self.name, len(self._children), value)
 
-    def build(self, parts: Components) -> Any:
-        return self._make([child.build(parts) for child in self._children])
+    def build(self, components: Components) -> Any:
+        return self._make([child.build(components) for child in self._children])
 
 
 class _Mapping(Composite):
     """A dictionary or subclass, including those with items as attributes. Keys keep the order of the original."""
 
-    def __init__(self, name: str, value: dict[Any, Any], known: KnownObjects) -> None:
+    def __init__(self, name: str, value: dict[Any, Any], known_objects: KnownObjects) -> None:
         super().__init__(name, value)
-        self._items = {key: structure_of(item, f"{name}[{key!r}]", known) for key, item in value.items()}
+        self._items = {key: structure_of(item, f"{name}[{key!r}]", known_objects) for key, item in value.items()}
         attributes = getattr(value, "__dict__", {})
         self._is_own_dict = attributes is value  # as in recipes that say `self.__dict__ = self`
         self._attributes = [key for key, item in value.items() if attributes.get(key, attributes) is item]
         names: list[str] = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
         own = {each: attributes[each] for each in names if each in attributes and each not in self._attributes}
-        self._fields = {each: structure_of(item, f"{name}.{each}", known) for each, item in own.items()}
+        self._fields = {each: structure_of(item, f"{name}.{each}", known_objects) for each, item in own.items()}
         self._children = [*self._items.values(), *self._fields.values()]
         self._empty = copy.copy(value)  # a subclass may have attributes of its own, or want arguments to be made
         self._fill(self._empty, dict.fromkeys(value), dict.fromkeys(own))  # without keeping tensors alive
@@ -183,17 +183,17 @@ class _Mapping(Composite):
             raise mismatch_error(
                 f"Keys mismatch for {self.name}: "
                 + ". ".join(
-                    f"{what} arguments: {', '.join(map(str, keys))}"
-                    for what, keys in (("Missing", missing), ("Unexpected", unexpected))
+                    f"{problem} arguments: {', '.join(map(str, keys))}"
+                    for problem, keys in (("Missing", missing), ("Unexpected", unexpected))
                     if keys
                 )
             )
         return [value[key] for key in self._items] + [getattr(value, name, None) for name in self._fields]
 
-    def build(self, parts: Components) -> Any:
+    def build(self, components: Components) -> Any:
         built = copy.copy(self._empty)
-        items = {key: child.build(parts) for key, child in self._items.items()}
-        self._fill(built, items, {name: child.build(parts) for name, child in self._fields.items()})
+        items = {key: child.build(components) for key, child in self._items.items()}
+        self._fill(built, items, {name: child.build(components) for name, child in self._fields.items()})
         return built
 
     def _fill(self, mapping: Any, items: Mapping[Any, Any], fields: Mapping[str, Any]) -> None:
@@ -212,10 +212,10 @@ class _Mapping(Composite):
 class _Fields(Composite):
     """A dataclass. Fields are set individually, even if frozen; rebuilding skips `__init__`."""
 
-    def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
+    def __init__(self, name: str, value: Any, known_objects: KnownObjects) -> None:
         super().__init__(name, value)
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        self._items = {field: structure_of(getattr(value, field), f"{name}.{field}", known) for field in names}
+        self._items = {field: structure_of(getattr(value, field), f"{name}.{field}", known_objects) for field in names}
         self._children = list(self._items.values())
         self._empty = copy.copy(value)
         for field in names:  # without keeping tensors alive
@@ -224,10 +224,10 @@ class _Fields(Composite):
     def _child_values(self, value: Any) -> Iterable[Any]:
         return [getattr(value, field, None) for field in self._items]
 
-    def build(self, parts: Components) -> Any:
+    def build(self, components: Components) -> Any:
         built = copy.copy(self._empty)
         for field, child in self._items.items():
-            object.__setattr__(built, field, child.build(parts))
+            object.__setattr__(built, field, child.build(components))
         return built
 
     def constants(self) -> Iterator[tuple[str, Any]]:
@@ -238,20 +238,20 @@ class _Fields(Composite):
 class _PytreeNode(Composite):
     """A `torch.utils._pytree` node."""
 
-    def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
+    def __init__(self, name: str, value: Any, known_objects: KnownObjects) -> None:
         super().__init__(name, value)
         self._definition = pytree.SUPPORTED_NODES[self._type]
-        inside, context = self._definition.flatten_fn(value)
-        self._children = _item_structures(name, inside, known)
+        items, context = self._definition.flatten_fn(value)
+        self._children = _item_structures(name, items, known_objects)
         self._context = Constant(f"{name} (its context)", context)
 
     def _child_values(self, value: Any) -> Iterable[Any]:
-        inside, context = self._definition.flatten_fn(value)
+        items, context = self._definition.flatten_fn(value)
         self._context.collect(context, [])
-        return check_length(self.name, len(self._children), list(inside))
+        return check_length(self.name, len(self._children), list(items))
 
-    def build(self, parts: Components) -> Any:
-        return self._definition.unflatten_fn([child.build(parts) for child in self._children], self._context.value)
+    def build(self, components: Components) -> Any:
+        return self._definition.unflatten_fn([child.build(components) for child in self._children], self._context.value)
 
     def constants(self) -> Iterator[tuple[str, Any]]:
         yield from self._context.constants()
@@ -264,12 +264,14 @@ class _Object(Composite):
     Rebuilding skips `__init__`; self-references become references to the rebuilt object.
     """
 
-    def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
+    def __init__(self, name: str, value: Any, known_objects: KnownObjects) -> None:
         super().__init__(name, value)
         enclosing = SelfReference(name, self)
-        inside = KnownObjects({**known, id(value): enclosing}, known.carries, known.inspected)
-        inside |= {id(ref): WeakSelfReference(name, enclosing) for ref in weakref.getweakrefs(value)}
-        self._items = {key: structure_of(item, f"{name}.{key}", inside) for key, item in _state(value).items()}
+        inner_objects = KnownObjects(
+            {**known_objects, id(value): enclosing}, known_objects.carries, known_objects.inspected
+        )
+        inner_objects |= {id(ref): WeakSelfReference(name, enclosing) for ref in weakref.getweakrefs(value)}
+        self._items = {key: structure_of(item, f"{name}.{key}", inner_objects) for key, item in _state(value).items()}
         self._children = list(self._items.values())
 
     def _child_values(self, value: Any) -> Iterable[Any]:
@@ -279,11 +281,11 @@ class _Object(Composite):
             raise mismatch_error(f"Attributes mismatch for {self.name}: not both have {differing}")
         return [own[key] for key in self._items]
 
-    def build(self, parts: Components) -> Any:
+    def build(self, components: Components) -> Any:
         built: Any = SimpleNamespace() if self._type is SimpleNamespace else object.__new__(self._type)
-        parts.enclosing[id(self)] = built
+        components.enclosing[id(self)] = built
         for key, child in self._items.items():
-            item = child.build(parts)
+            item = child.build(components)
             if isinstance(slot := getattr(self._type, key, None), MemberDescriptorType):
                 slot.__set__(built, item)
             else:
@@ -303,17 +305,17 @@ def _state(value: Any) -> dict[str, Any]:
 class _Bound(Composite):
     """A partial function or method: its function and bound values."""
 
-    def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
+    def __init__(self, name: str, value: Any, known_objects: KnownObjects) -> None:
         super().__init__(name, value)
         self._attributes, self._make = _BOUND[self._type]
-        parts = zip(self._attributes, self._child_values(value), strict=True)
-        self._children = [structure_of(part, f"{name}.{key}", known) for key, part in parts]
+        bound = zip(self._attributes, self._child_values(value), strict=True)
+        self._children = [structure_of(bound_value, f"{name}.{key}", known_objects) for key, bound_value in bound]
 
     def _child_values(self, value: Any) -> Iterable[Any]:
         return [getattr(value, key) for key in self._attributes]
 
-    def build(self, parts: Components) -> Any:
-        return self._make(*(child.build(parts) for child in self._children))
+    def build(self, components: Components) -> Any:
+        return self._make(*(child.build(components) for child in self._children))
 
 
 _BOUND: Mapping[type, tuple[Sequence[str], Callable[..., Any]]] = {
@@ -325,7 +327,7 @@ _BOUND: Mapping[type, tuple[Sequence[str], Callable[..., Any]]] = {
 class _Custom(Composite):
     """An object of a registered type. Stored with its tensors: its parser rebuilds objects from this original."""
 
-    def __init__(self, name: str, value: Any, parser: ICustomArgParser, known: KnownObjects) -> None:
+    def __init__(self, name: str, value: Any, parser: ICustomArgParser, known_objects: KnownObjects) -> None:
         super().__init__(name, value)
         self._value = value
         self._parser = parser
@@ -333,10 +335,10 @@ class _Custom(Composite):
         self._carried: dict[str, Structure] = {
             key: CarriedValue(f"{name}.{key}", each)
             for key, each in own.items()
-            if known.carries(f"{name}.{key}", each)
+            if known_objects.carries(f"{name}.{key}", each)
         }
-        self._carried |= {key: known[id(each)] for key, each in own.items() if id(each) in known}
-        self._inspected = {key: each for key, each in own.items() if f"{name}.{key}" in known.inspected}
+        self._carried |= {key: known_objects[id(each)] for key, each in own.items() if id(each) in known_objects}
+        self._inspected = {key: each for key, each in own.items() if f"{name}.{key}" in known_objects.inspected}
         self._children = [structure_of(tensor, f"{name}.tensor{i}") for i, tensor in enumerate(self._parsed(value))]
 
     def _parsed(self, value: Any) -> list[torch.Tensor]:
@@ -367,28 +369,28 @@ class _Custom(Composite):
                     first,
                 )
 
-    def build(self, parts: Components) -> Any:
-        own = iter([child.build(parts) for child in self._children])
+    def build(self, components: Components) -> Any:
+        own = iter([child.build(components) for child in self._children])
         parser = f"{type(self._parser).__name__}.reconstruct"
         try:
-            built = self._parser.reconstruct(self._likeness(parts), own)
+            built = self._parser.reconstruct(self._likeness(components), own)
         except StopIteration:
             raise createPoptorchError(
                 f"{parser} took more than the {len(self._children)} tensors that yieldTensors gave for {self.name}."
             ) from None
-        if left := len(list(own)):
+        if rest := len(list(own)):
             raise createPoptorchError(
-                f"{parser} left {left} of the {len(self._children)} tensors that yieldTensors gave for {self.name}. It "
+                f"{parser} left {rest} of the {len(self._children)} tensors that yieldTensors gave for {self.name}. It "
                 "should take each with next(tensor_iterator)."
             )
         return built
 
-    def _likeness(self, parts: Components) -> Any:
+    def _likeness(self, components: Components) -> Any:
         """The original object, or a copy with new pass-through values."""
         if not self._carried:
             return self._value
         likeness = copy.copy(self._value)
-        attributes(likeness).update({key: each.build(parts) for key, each in self._carried.items()})
+        attributes(likeness).update({key: each.build(components) for key, each in self._carried.items()})
         return likeness
 
     def objects(self, value: Any) -> Iterator[Any]:
@@ -400,5 +402,5 @@ class _Custom(Composite):
         return iter(())  # its parser knows
 
 
-def _item_structures(name: str, values: Iterable[Any], known: KnownObjects) -> list[Structure]:
-    return [structure_of(value, f"{name}[{i}]", known) for i, value in enumerate(values)]
+def _item_structures(name: str, values: Iterable[Any], known_objects: KnownObjects) -> list[Structure]:
+    return [structure_of(value, f"{name}[{i}]", known_objects) for i, value in enumerate(values)]

@@ -54,8 +54,8 @@ def buffer_dependencies(op: str, overload: str, arguments: Mapping[str, Any]) ->
     elif op.startswith("torch."):
         computable = op in _FUNCTIONS
     else:
-        found = _op(op, overload)
-        computable = found is not None and torch.Tag.nondeterministic_seeded not in found.tags
+        torch_op = _op(op, overload)
+        computable = torch_op is not None and torch.Tag.nondeterministic_seeded not in torch_op.tags
     if not computable:
         return None
     names: frozenset[str] = frozenset()
@@ -66,34 +66,34 @@ def buffer_dependencies(op: str, overload: str, arguments: Mapping[str, Any]) ->
     return names
 
 
-def constant_contents(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor | None:
+def constant_contents(value: Value, contents: dict[Value, torch.Tensor]) -> torch.Tensor | None:
     """Contents of a value, by constant folding; `None` if they depend on a run.
 
     Args:
-        known: contents of buffers, and results computed before; results are added.
+        contents: contents of buffers, and results computed before; results are added.
     """
     if value.buffer_dependencies is None:
         return None
-    return computed(value, known)
+    return computed(value, contents)
 
 
-def computed(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor:
+def computed(value: Value, contents: dict[Value, torch.Tensor]) -> torch.Tensor:
     """Contents of a value, computed by PyTorch from known ones. Callers must not overwrite them.
 
     Args:
-        known: contents of values without a maker, and results computed before; results are added.
+        contents: contents of values without a maker, and results computed before; results are added.
 
     Raises:
         poptorch.Error: if an op that it comes of is none of PyTorch's.
     """
-    if value not in known:
+    if value not in contents:
         with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            for node in _order(value, known):
-                known.update(zip(node.results, _results(node, known), strict=True))
-    return known[value]
+            for node in _order(value, contents):
+                contents.update(zip(node.results, _results(node, contents), strict=True))
+    return contents[value]
 
 
-def _order(value: Value, known: Mapping[Value, torch.Tensor]) -> list[Node]:
+def _order(value: Value, contents: Mapping[Value, torch.Tensor]) -> list[Node]:
     """Nodes to compute, in topological order, without recursion: chains of partial overwrites may be very long."""
     order: dict[Node, None] = {}
     waiting = [value]
@@ -101,8 +101,8 @@ def _order(value: Value, known: Mapping[Value, torch.Tensor]) -> list[Node]:
         node = waiting[-1].producer
         assert node is not None
         inputs = [] if node.op in _BY_SHAPE else node.inputs
-        missing = [v for v in inputs if v not in known and v.producer not in order]
-        if waiting[-1] not in known and not missing:
+        missing = [v for v in inputs if v not in contents and v.producer not in order]
+        if waiting[-1] not in contents and not missing:
             order[node] = None
         if not missing:
             waiting.pop()
@@ -110,24 +110,24 @@ def _order(value: Value, known: Mapping[Value, torch.Tensor]) -> list[Node]:
     return list(order)
 
 
-def _results(node: Node, known: Mapping[Value, torch.Tensor]) -> list[torch.Tensor]:
+def _results(node: Node, contents: Mapping[Value, torch.Tensor]) -> list[torch.Tensor]:
     if node.op == "poptorch.constant":
         data: Data = node.arguments["data"]
         return [data.tensor]
     if node.op in _BY_SHAPE:
-        given = pytree.tree_map_only(Value, lambda v: torch.empty(v.shape, dtype=v.dtype), node.arguments)
+        arguments = pytree.tree_map_only(Value, lambda v: torch.empty(v.shape, dtype=v.dtype), node.arguments)
     else:
-        given = pytree.tree_map_only(Value, known.__getitem__, node.arguments)
+        arguments = pytree.tree_map_only(Value, contents.__getitem__, node.arguments)
     if node.op in HOST_FUNCTIONS:
-        return [HOST_FUNCTIONS[node.op](**given)]
+        return [HOST_FUNCTIONS[node.op](**arguments)]
     if node.op == "poptorch.put":
-        base, content, view = given["base"].clone(), given["content"], given["view"]
+        base, content, view = arguments["base"].clone(), arguments["content"], arguments["view"]
         overwrite(_view(view, base), content)
         return [base]
     if node.op in _FUNCTIONS:
-        results = [_FUNCTIONS[node.op](**given)]
+        results = [_FUNCTIONS[node.op](**arguments)]
     elif node.op.startswith("torch."):
-        results = tensors_in(_preserved_results(node, given))
+        results = tensors_in(_preserved_results(node, arguments))
     else:
         op = _op(node.op, node.overload)
         if op is None:
@@ -135,21 +135,23 @@ def _results(node: Node, known: Mapping[Value, torch.Tensor]) -> list[torch.Tens
                 f"{node.op} ({node.source}) runs on the device alone, and what it makes decides, further on, on a "
                 "shape or on what Python does. Decide with `torch.where` or `poptorch.cond`, and keep shapes."
             )
-        names = [name for name in written_arguments(op) if name not in given]  # they stand last among the results
-        results_of = node.results[len(node.results) - len(names) :] if names else []
-        written = {n: torch.empty(v.shape, dtype=v.dtype) for n, v in zip(names, results_of, strict=True)}
-        found = pytree.tree_leaves(_call(op, given | written))
-        results = [t for t in found if not any(t is each for each in written.values())] + list(written.values())
+        names = [name for name in written_arguments(op) if name not in arguments]  # they stand last among the results
+        output_values = node.results[len(node.results) - len(names) :] if names else []
+        outputs = {n: torch.empty(v.shape, dtype=v.dtype) for n, v in zip(names, output_values, strict=True)}
+        leaves = pytree.tree_leaves(_call(op, arguments | outputs))
+        results = [t for t in leaves if not any(t is each for each in outputs.values())] + list(outputs.values())
     return [t.contiguous() for t in results]
 
 
-def _preserved_results(node: Node, given: Mapping[str, Any]) -> list[Any]:
+def _preserved_results(node: Node, arguments: Mapping[str, Any]) -> list[Any]:
     """Results of a preserved function, followed by tensors that it overwrites."""
-    known = ((f, each, f.signature(each)) for f in PRESERVED_FUNCTIONS if f.op == node.op for each in f.functions)
-    preserved, function, signature = next(k for k in known if k[2].parameters.keys() - {"inplace"} == given.keys())
-    written = {id(t): t.clone() for t in preserved.writes(given)}
-    arguments = pytree.tree_map(lambda leaf: written.get(id(leaf), leaf), dict(given))
-    return [_call_by_name(function, signature, arguments), *written.values()]
+    variants = ((f, each, f.signature(each)) for f in PRESERVED_FUNCTIONS if f.op == node.op for each in f.functions)
+    preserved, function, signature = next(
+        k for k in variants if k[2].parameters.keys() - {"inplace"} == arguments.keys()
+    )
+    copies = {id(t): t.clone() for t in preserved.writes(arguments)}
+    replaced = pytree.tree_map(lambda leaf: copies.get(id(leaf), leaf), dict(arguments))
+    return [_call_by_name(function, signature, replaced), *copies.values()]
 
 
 def _call_by_name(function: Callable[..., Any], signature: inspect.Signature, arguments: dict[str, Any]) -> Any:
@@ -170,8 +172,8 @@ def _view(view: View, base: torch.Tensor) -> torch.Tensor:
     op = _op(view.op, view.overload)
     assert op is not None
     arguments = pytree.tree_map(lambda leaf: base if leaf is BASE else leaf, view.arguments)
-    found: torch.Tensor = pytree.tree_leaves(_call(op, arguments))[view.result]
-    return found
+    result: torch.Tensor = pytree.tree_leaves(_call(op, arguments))[view.result]
+    return result
 
 
 def _call(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Any:
@@ -199,8 +201,8 @@ def distance(start: Value, stop: Value, buffers: dict[Value, torch.Tensor], sees
         sees_selects: whether two selections of one element, such as `i[0]` and `i[0]`, are one value.
     """
     (begin, before), (end, after) = _base_and_offset(start, buffers), _base_and_offset(stop, buffers)
-    is_one = begin is end or sees_selects and _selected(begin) == _selected(end)
-    return after - before if is_one else None
+    has_one_base = begin is end or sees_selects and _selected(begin) == _selected(end)
+    return after - before if has_one_base else None
 
 
 def _selected(value: Value) -> tuple[Any, ...]:
@@ -214,23 +216,25 @@ def _selected(value: Value) -> tuple[Any, ...]:
 def _base_and_offset(value: Value, buffers: dict[Value, torch.Tensor]) -> tuple[Value, int]:
     added = 0
     while (node := value.producer) is not None and not value.dtype.is_floating_point:
-        given = node.arguments
+        arguments = node.arguments
         if node.op in _COPIES:
-            value = given["input"]
-        elif node.op in ("aten.add", "aten.sub") and (number := _known_integer(given["other"], buffers)) is not None:
+            value = arguments["input"]
+        elif (
+            node.op in ("aten.add", "aten.sub") and (number := _known_integer(arguments["other"], buffers)) is not None
+        ):
             sign = -1 if node.op == "aten.sub" else 1
-            value, added = given["input"], added + sign * number * given.get("alpha", 1)
-        elif node.op == "aten.add" and (number := _known_integer(given["input"], buffers)) is not None:
-            if given.get("alpha", 1) != 1:
+            value, added = arguments["input"], added + sign * number * arguments.get("alpha", 1)
+        elif node.op == "aten.add" and (number := _known_integer(arguments["input"], buffers)) is not None:
+            if arguments.get("alpha", 1) != 1:
                 break
-            value, added = given["other"], added + number
+            value, added = arguments["other"], added + number
         else:
             break
     return value, added
 
 
-def _known_integer(given: Any, buffers: dict[Value, torch.Tensor]) -> int | None:
-    numbers = constant_contents(given, buffers) if isinstance(given, Value) else given
+def _known_integer(operand: Any, buffers: dict[Value, torch.Tensor]) -> int | None:
+    numbers = constant_contents(operand, buffers) if isinstance(operand, Value) else operand
     return None if numbers is None else int(numbers)
 
 

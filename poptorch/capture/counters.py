@@ -71,11 +71,11 @@ class Tape:
         """Value of an operand in the first run, under the choices of this capture."""
         return self._numbers[operand[0]] if isinstance(operand, tuple) else operand
 
-    def call(self, name: str, *given: Any) -> Any:
+    def call(self, name: str, *arguments: Any) -> Any:
         """Record a function call on counters and numbers; returns a counter."""
-        if not all(type(each) in (Counter, *COUNTER_TYPES) for each in given):
-            return self.refuse(*given)
-        operands = tuple(map(_operand_of, given))
+        if not all(type(each) in (Counter, *COUNTER_TYPES) for each in arguments):
+            return self.refuse(*arguments)
+        operands = tuple(map(_operand_of, arguments))
         key = name, operands, tuple(map(type, operands))
         if key not in self._indices:
             try:
@@ -86,19 +86,19 @@ class Tape:
                 number = math.nan  # unreachable in a run with these numbers
             number = as_python(number)
             if type(number) not in COUNTER_TYPES:
-                return self.refuse(*given)
+                return self.refuse(*arguments)
             self._indices[key] = len(self._numbers)
             self._steps.append((name, operands))
             self._numbers.append(number)
-            self._sources.append(self.sources(given))
+            self._sources.append(self.sources(arguments))
         return self.counter(self._indices[key])
 
     def choose(self, counter: Counter) -> bool:
         """Truth value of a number for Python's control flow: the given choice, else the number's own truth value."""
         key = CHOICE, counter.index
         if key not in self._indices:
-            given = self._forced_choices[len(self.choices) :][:1]
-            choice = given[0] if given else bool(self._numbers[counter.index])
+            forced = self._forced_choices[len(self.choices) :][:1]
+            choice = forced[0] if forced else bool(self._numbers[counter.index])
             self._indices[key] = choice
             self._steps.append((CHOICE, ((counter.index,), choice)))
             self.choices.append(choice)
@@ -109,17 +109,17 @@ class Tape:
         """Whether no choices were given, so that control flow follows the first run."""
         return not self._forced_choices
 
-    def sources(self, given: Iterable[Any]) -> frozenset[str]:
+    def sources(self, values: Iterable[Any]) -> frozenset[str]:
         """Names of the initial numbers from which counters derive."""
-        return frozenset().union(*(self._sources[each.index] for each in given if type(each) is Counter))
+        return frozenset().union(*(self._sources[each.index] for each in values if type(each) is Counter))
 
-    def refuse(self, *given: Any) -> Any:
+    def refuse(self, *values: Any) -> Any:
         """Mark numbers as refused: no program input can represent their use.
 
         Raises:
             Refused: always.
         """
-        self.refused |= self.sources(given)
+        self.refused |= self.sources(values)
         raise Refused("`forward` uses a number that it changes in a way that cannot be noted.")
 
     def stand_in(self, counter: Counter) -> Number:
@@ -141,7 +141,7 @@ class Tape:
 
     def refuse_referenced(self) -> None:
         """Refuse numbers whose counters are still referenced."""
-        self.refused |= self.sources(held for ref in self._counters if (held := ref()) is not None)
+        self.refused |= self.sources(counter for ref in self._counters if (counter := ref()) is not None)
 
     def path(self, slots: Sequence[Operand] = (), problem: str = "") -> NumberPath:
         """Recorded steps of this capture, with operands for the program's number inputs."""
@@ -174,10 +174,10 @@ class Counter:
         counters = [each for each in pytree.tree_leaves((args, kwargs)) if type(each) is Counter]
         return counters[0].tape.refuse(*counters)  # the tracer only receives plain numbers
 
-    def __array_ufunc__(self, function: Any, method: str, *given: Any, **settings: Any) -> Any:
+    def __array_ufunc__(self, function: Any, method: str, *arguments: Any, **settings: Any) -> Any:
         if method != "__call__" or settings:
-            return self.tape.refuse(self, *given)
-        return self.tape.call(f"numpy.{function.__name__}", *given)
+            return self.tape.refuse(self, *arguments)
+        return self.tape.call(f"numpy.{function.__name__}", *arguments)
 
     def __bool__(self) -> bool:
         return self.tape.choose(self)
@@ -239,12 +239,12 @@ def _recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of numbers so that a tape records calls with counters."""
 
     def record_call(*args: Any, **settings: Any) -> Any:
-        given = args
+        arguments = args
         if len(args) == 1 and name in ("builtins.min", "builtins.max") and type(args[0]) in (list, tuple):
-            given = tuple(args[0])
-        counters = [each for each in given if type(each) is Counter]
-        is_recorded = counters and not settings and all(type(each) in (Counter, *COUNTER_TYPES) for each in given)
-        return counters[0].tape.call(name, *given) if is_recorded else function(*args, **settings)
+            arguments = tuple(args[0])
+        counters = [each for each in arguments if type(each) is Counter]
+        is_recorded = counters and not settings and all(type(each) in (Counter, *COUNTER_TYPES) for each in arguments)
+        return counters[0].tape.call(name, *arguments) if is_recorded else function(*args, **settings)
 
     return record_call
 

@@ -85,7 +85,7 @@ class _Arguments:
 @contextmanager
 def deriving(tracer: Tracer) -> Iterator[list[Application]]:
     """Collect calls of functions with custom derivatives within a block, during this tracer's capture."""
-    found: list[Application] = []
+    applications: list[Application] = []
     recorder = tracer.recorder
     arguments = _Arguments()
 
@@ -96,11 +96,11 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
         if set(dirty) != arguments.overwritten:  # a view's, or one without `mark_dirty`
             warn_about_derivative(context._forward_cls)
             return
-        made = results if isinstance(results, tuple) else (results,)
-        values = [recorder.value_of(t) if isinstance(t, torch.Tensor) else None for t in made]
+        outputs = results if isinstance(results, tuple) else (results,)
+        values = [recorder.value_of(t) if isinstance(t, torch.Tensor) else None for t in outputs]
         application = Application(context, arguments.values, values)
         setattr(context, APPLICATION, application)
-        found.append(application)
+        applications.append(application)
 
     def noting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
@@ -109,13 +109,13 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
             tensors = [t for t in args if isinstance(t, torch.Tensor)]
             if not tracer.is_recording(tensors):
                 return forward(*args, **kwargs)
-            (context, *given) = args if isinstance(args[0], torch.autograd.function.FunctionCtx) else (None, *args)
-            values = [recorder.value_of(t) if isinstance(t, torch.Tensor) and t.requires_grad else None for t in given]
+            (context, *inputs) = args if isinstance(args[0], torch.autograd.function.FunctionCtx) else (None, *args)
+            values = [recorder.value_of(t) if isinstance(t, torch.Tensor) and t.requires_grad else None for t in inputs]
             before = [t._version for t in tensors]
             results = forward(*args, **kwargs)
-            written = {id(t) for t, version in zip(tensors, before, strict=True) if t._version != version}
-            arguments = _Arguments(values, written)
-            results = _clone_aliases(results, tensors, written)
+            overwritten = {id(t) for t, version in zip(tensors, before, strict=True) if t._version != version}
+            arguments = _Arguments(values, overwritten)
+            results = _clone_aliases(results, tensors, overwritten)
             if context is not None:
                 record_results(context, results)
             return results
@@ -132,7 +132,7 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
         return noted
 
     with _wrapped_methods({"forward": noting_forward, "setup_context": noting_setup}):
-        yield found
+        yield applications
 
 
 _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -162,33 +162,33 @@ def _wrapped_methods(wrappers: Mapping[str, _Wrapper]) -> Iterator[None]:
                 setattr(function, name, method)
 
 
-def _replaced(method: Any, by: _Wrapper) -> Any:
+def _replaced(method: Any, wrapper: _Wrapper) -> Any:
     """Wrap the function inside a static method or class method."""
     if isinstance(method, staticmethod):
-        return staticmethod(by(method.__func__))
-    return classmethod(lambda kind, *args, **kwargs: by(partial(method.__func__, kind))(*args, **kwargs))
+        return staticmethod(wrapper(method.__func__))
+    return classmethod(lambda kind, *args, **kwargs: wrapper(partial(method.__func__, kind))(*args, **kwargs))
 
 
 @contextmanager
-def _noting_classes(note: Callable[[type], None]) -> Iterator[None]:
+def _noting_classes(callback: Callable[[type], None]) -> Iterator[None]:
     """Call a function for each `torch.autograd.Function` subclass that a block defines or imports."""
     kind: Any = type(torch.autograd.Function)
     make = kind.__init__
 
     def making(function: type, *args: Any) -> None:
         make(function, *args)
-        note(function)
+        callback(function)
 
     with patched(kind, __init__=making):
         yield
 
 
-def _clone_aliases(results: Any, arguments: Sequence[torch.Tensor], written: set[int]) -> Any:
+def _clone_aliases(results: Any, arguments: Sequence[torch.Tensor], overwritten: set[int]) -> Any:
     """Function results, cloned where they share storage with an argument, but not the arguments that it has
     overwritten."""
     if isinstance(results, tuple):
-        return tuple(_clone_aliases(result, arguments, written) for result in results)
-    if not isinstance(results, torch.Tensor) or id(results) in written:
+        return tuple(_clone_aliases(result, arguments, overwritten) for result in results)
+    if not isinstance(results, torch.Tensor) or id(results) in overwritten:
         return results
     return results.clone() if storage_key(results) in map(storage_key, arguments) else results
 
@@ -200,35 +200,35 @@ def derive(tracer: Tracer, application: Application) -> None:
         poptorch.Error: if that fails.
     """
     with tracer.suspended():
-        is_there = application.is_saved
+        is_saved = application.is_saved
         gs = [torch.zeros(v.shape, dtype=v.dtype) for v in application.results if v is not None]
-    if not is_there:
+    if not is_saved:
         application.give_up()
-    if not (is_there and application.differentiated):
+    if not (is_saved and application.differentiated):
         return
-    places: list[int] = []
+    positions: list[int] = []
 
     def backward(*gs: torch.Tensor) -> list[torch.Tensor]:
         of_tensors = iter(gs)
         with torch.no_grad():
-            given = (None if value is None else next(of_tensors) for value in application.results)
-            found = application.context.apply(*given)
+            result_gradients = (None if value is None else next(of_tensors) for value in application.results)
+            outcome = application.context.apply(*result_gradients)
         gradients = []
-        of_arguments = found if isinstance(found, tuple) else (found,)
+        of_arguments = outcome if isinstance(outcome, tuple) else (outcome,)
         for i, (g, value) in enumerate(zip(of_arguments, application.inputs, strict=False)):  # it may give more `None`s
             if g is not None and value is not None:
-                places.append(i)
+                positions.append(i)
                 gradients.append(g.sum_to_size(value.shape).to(value.dtype))
         return gradients
 
     (last, *_) = [value.producer for value in application.of_gradients]
     assert last is not None
     trace = trace_backward(tracer, last, f"{application.name}.backward", backward, gs)
-    _insert(tracer.recorder.trace.nodes, application, trace, [application.inputs[i] for i in places])
+    _insert(tracer.recorder.trace.nodes, application, trace, [application.inputs[i] for i in positions])
 
 
 def trace_backward(
-    tracer: Tracer, beside: Node, name: str, backward: Callable[..., Any], gradients: Sequence[torch.Tensor]
+    tracer: Tracer, origin: Node, name: str, backward: Callable[..., Any], gradients: Sequence[torch.Tensor]
 ) -> Trace:
     """Trace a function of gradients, with the placement of an op.
 
@@ -236,7 +236,7 @@ def trace_backward(
         poptorch.Error: if that fails.
     """
     try:
-        with tracer.recorder.recording_at(beside):
+        with tracer.recorder.recording_at(origin):
             return tracer.trace_body(backward, gradients)[0]
     except UNREADABLE as problem:
         raise createPoptorchError(f"{name}: {CANNOT_READ}") from problem
@@ -273,10 +273,10 @@ def substitute(nodes: Iterable[Node], replaced: Callable[[Value], Value]) -> Non
             trace.outer[:] = map(replaced, trace.outer)
 
 
-def own_derivative(values: Sequence[Value], backward: Trace, beside: Node, **arguments: Any) -> Node:
+def own_derivative(values: Sequence[Value], backward: Trace, origin: Node, **arguments: Any) -> Node:
     """An op that makes these values, with a trace as its gradient, and the placement of another op."""
     arguments["backward"] = backward
-    node = Node(OWN, "", arguments, beside.placement, beside.scope, beside.source, regions=beside.regions)
+    node = Node(OWN, "", arguments, origin.placement, origin.scope, origin.source, regions=origin.regions)
     node.results = list(values)
     for value in values:
         value.producer = node

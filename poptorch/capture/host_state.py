@@ -80,22 +80,22 @@ class HolderSnapshot:
         if self.is_models:
             self.restore_contents(self.contents)
         elif isinstance(now, dict):
-            pairs = [(key, was, now.get(key)) for key, was in self.contents.items()]
-            self.restore_contents({key: was for key, was, value in pairs if value is not was and _holds_fake(value)})
+            pairs = [(key, old, now.get(key)) for key, old in self.contents.items()]
+            self.restore_contents({key: old for key, old, value in pairs if value is not old and _holds_fake(value)})
 
     def changed(self) -> Iterator[tuple[str, Any, Any]]:
         """Entries that are now different objects: display name, old value, new value."""
         now = self.read_contents()
         if isinstance(now, dict):
             for key, value in now.items():
-                if key not in self.derived and value is not (was := self.contents.get(key, _ABSENT)):
-                    yield self._text_of(key), was, value
+                if key not in self.derived and value is not (old := self.contents.get(key, _ABSENT)):
+                    yield self._text_of(key), old, value
         elif isinstance(now, set) and now != self.contents or len(now) != len(self.contents):
             yield self.text, GROWS, GROWS
         elif isinstance(now, list):
-            for i, (was, value) in enumerate(zip(self.contents, now, strict=True)):
-                if value is not was:
-                    yield f"{self.text}[{i}]", was, value
+            for i, (old, value) in enumerate(zip(self.contents, now, strict=True)):
+                if value is not old:
+                    yield f"{self.text}[{i}]", old, value
 
     def _text_of(self, key: Any) -> str:
         if self.is_namespace:
@@ -111,11 +111,11 @@ class HostState:
     """Snapshot of host state from before a function runs.
 
     Args:
-        around: whether to inspect variables of functions and classes too.
+        with_functions: whether to inspect variables of functions and classes too.
 
     Attributes:
         snapshots: objects that hold other objects.
-        excluded: the user's names of what `left_apart` has found.
+        excluded: the user's names of what `excluding` has found.
 
     Example:
         >>> module = torch.nn.Module()
@@ -128,9 +128,11 @@ class HostState:
         []
     """
 
-    def __init__(self, module: torch.nn.Module, function: Callable[..., Any] | None, around: bool = True) -> None:
+    def __init__(
+        self, module: torch.nn.Module, function: Callable[..., Any] | None, with_functions: bool = True
+    ) -> None:
         self.snapshots: list[HolderSnapshot] = []
-        self._with_functions = around
+        self._with_functions = with_functions
         self.excluded: set[str] = set()
         self._visited: set[int] = set()
         self._codes: dict[CodeType, None] = {}
@@ -143,7 +145,7 @@ class HostState:
             self.snapshots[-1].derived = frozenset(map(_weight_name, each._forward_pre_hooks.values()))
         self._modules = tuple(self.snapshots)
         self._explore()
-        if not around:
+        if not with_functions:
             return
         for kind in dict.fromkeys(chain.from_iterable(type(each).__mro__ for each in modules)):
             if is_users(kind):
@@ -165,15 +167,15 @@ class HostState:
         try:
             yield self
         finally:
-            for place in self.snapshots:
-                place.restore()
+            for holder in self.snapshots:
+                holder.restore()
 
     @contextmanager
-    def left_apart(self) -> Iterator[None]:
+    def excluding(self) -> Iterator[None]:
         """Leave out of `changes` what a block changes: it is code that the host executes in each run."""
-        before = [replace(place) for place in self.snapshots]
+        before = [replace(holder) for holder in self.snapshots]
         yield
-        self.excluded |= {text for place in before for text, _, _ in place.changed()}
+        self.excluded |= {text for holder in before for text, _, _ in holder.changed()}
 
     def changes(self, is_of_run: Callable[[Any], bool]) -> Iterator[tuple[str, str]]:
         """Changes that may be intended for later runs: display name, and source line of the change.
@@ -183,20 +185,20 @@ class HostState:
         Args:
             is_of_run: whether an object is a tensor that each run makes again.
         """
-        for place in self.snapshots:
-            for text, before, now in place.changed():
-                counts = is_instance(now, NUMBERS) and before is _ABSENT and not place.is_namespace
+        for snapshot in self.snapshots:
+            for text, before, now in snapshot.changed():
+                counts = is_instance(now, NUMBERS) and before is _ABSENT and not snapshot.is_namespace
                 differs = is_instance(now, _PLAIN) and is_instance(before, _PLAIN) and before != now
-                is_kept = now is GROWS or counts or differs or any(map(is_of_run, pytree.tree_leaves(now)))
-                if is_kept and text not in self.excluded:
-                    yield text, self.line_of(text, is_rebound=place.is_namespace and now is not GROWS)
+                may_be_intended = now is GROWS or counts or differs or any(map(is_of_run, pytree.tree_leaves(now)))
+                if may_be_intended and text not in self.excluded:
+                    yield text, self.line_of(text, is_rebound=snapshot.is_namespace and now is not GROWS)
 
     def changed_counters(self) -> dict[str, Number]:
         """Numbers among the attributes of modules that have changed: values before, by module path and name."""
         return {
             text.removeprefix("model."): before
-            for place in self._modules
-            for text, before, now in place.changed()
+            for snapshot in self._modules
+            for text, before, now in snapshot.changed()
             if type(before) in COUNTER_TYPES and text not in self.excluded
             if type(now) is Counter or type(now) in COUNTER_TYPES and now != before
         }
@@ -215,8 +217,8 @@ class HostState:
             self._visited.add(id(each))
             if is_instance(each, CONTAINERS):
                 self._add_container(text, each, is_models)
-            elif look := next((look for kind, look in _STATES.items() if is_instance(each, kind)), None):
-                self._add(HolderSnapshot(text, each, partial(_single_value, look, each), None, is_models))
+            elif read := next((read for kind, read in _STATES.items() if is_instance(each, kind)), None):
+                self._add(HolderSnapshot(text, each, partial(_single_value, read, each), None, is_models))
             elif is_instance(each, FunctionType):
                 if self._with_functions:
                     self._add_function(each)
@@ -248,8 +250,8 @@ class HostState:
         def snapshot() -> dict[str, Any]:
             return {name: slot.__get__(each) for name, slot in slots(each).items()}
 
-        if found := slots(each):
-            restore = _assigning(lambda name, value: found[name].__set__(each, value))
+        if descriptors := slots(each):
+            restore = _assigning(lambda name, value: descriptors[name].__set__(each, value))
             self._add(HolderSnapshot(text, each, snapshot, restore, is_models, is_namespace=True))
 
     def _add_container(self, text: str, each: Any, is_models: bool) -> None:
@@ -286,27 +288,27 @@ class HostState:
             return
         self._codes[function.__code__] = None
         self._globals[id(function.__globals__)] = function.__globals__
-        named, known = _names(function.__code__), function.__globals__
+        named, global_values = _names(function.__code__), function.__globals__
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
         def snapshot() -> dict[str, Any]:
-            here = {name: known[name] for name in named if name in known}
-            return here | {name: _content(cell) for name, cell in cells.items()}
+            values = {name: global_values[name] for name in named if name in global_values}
+            return values | {name: _content(cell) for name, cell in cells.items()}
 
         def assign(name: str, value: Any) -> None:
             if name in cells:
                 cells[name].cell_contents = value
             else:
-                known[name] = value
+                global_values[name] = value
 
         self._add(HolderSnapshot("", function, snapshot, _assigning(assign), is_namespace=True))
         for name, value in _defaults(function):
             self._waiting.append((name, value, True))  # the next call finds them unchanged
         self._add_namespace(function.__name__, vars(function), is_models=False)
 
-    def _add(self, place: HolderSnapshot) -> None:
-        self.snapshots.append(place)
-        self._waiting += ((text, each, place.is_models) for text, each in place.parts())
+    def _add(self, snapshot: HolderSnapshot) -> None:
+        self.snapshots.append(snapshot)
+        self._waiting += ((text, each, snapshot.is_models) for text, each in snapshot.parts())
 
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
@@ -373,8 +375,8 @@ def _holds_fake(value: Any) -> bool:
     return any(is_instance(each, FakeTensor) for each in pytree.tree_leaves(value))
 
 
-def _single_value(look: Callable[[Any], Any], each: Any) -> set[Any]:
-    return {look(each)}
+def _single_value(read: Callable[[Any], Any], each: Any) -> set[Any]:
+    return {read(each)}
 
 
 def _content(cell: Any) -> Any:

@@ -33,16 +33,16 @@ _CARRYING: dict[str, Collection[str]] = {
 """Arguments of ops that may be constants or inputs of the program."""
 
 
-def holds_counters(given: Any) -> bool:
+def holds_counters(arguments: Any) -> bool:
     """Whether any arguments, nested ones included, are counters."""
-    return any(type(each) is Counter for each in pytree.tree_leaves(given))
+    return any(type(each) is Counter for each in pytree.tree_leaves(arguments))
 
 
-def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace: Trace, is_inside: bool) -> Any:
+def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace: Trace, is_nested: bool) -> Any:
     """Call a PyTorch function with placeholder numbers for counters; recorded ops receive program inputs instead.
 
     Args:
-        is_inside: whether it is called within another function.
+        is_nested: whether it is called within another function.
     """
     counters: dict[Number, Counter] = {}
 
@@ -56,19 +56,19 @@ def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace:
         return stand_in
 
     count = len(trace.nodes)
-    given = pytree.tree_map(number, (args, kwargs))
+    with_stand_ins = pytree.tree_map(number, (args, kwargs))
     try:
-        results = call(*given)
+        results = call(*with_stand_ins)
     except Exception:  # any error: plain numbers may work
         for counter in counters.values():
             counter.tape.refused |= counter.tape.sources([counter])
         raise
     nodes = trace.nodes[count:]
     for stand_in, counter in counters.items():
-        places = list(_number_arguments(nodes, stand_in))
-        if is_inside or not places or any(key not in _CARRYING.get(node.op, ()) for node, key in places):
+        uses = list(_number_arguments(nodes, stand_in))
+        if is_nested or not uses or any(key not in _CARRYING.get(node.op, ()) for node, key in uses):
             counter.tape.refuse(counter)
-        for node, key in places:
+        for node, key in uses:
             counter.tape.slots[_slot(node, key, type(stand_in) is float)] = (counter.index,)
     if counters:
         for node in nodes:
@@ -134,19 +134,19 @@ def merge_captures(
     """
     (first, trace), *_ = captures
     as_plain = _positions(trace, plain, first.slots, {})
-    found = [_positions(trace, other, first.slots, tape.slots) for tape, other in captures]
-    if as_plain is None or any(each is None for each in found):
+    found_positions = [_positions(trace, other, first.slots, tape.slots) for tape, other in captures]
+    if as_plain is None or any(each is None for each in found_positions):
         return None
     if not all(_operands_equal(node.op, first.number(a), b) for node, _, a, b in as_plain):
         return None
     slots, rows, dtypes = list[Value](), list[list[Operand]](), list[str]()
-    for places in zip(*(each or () for each in found), strict=True):
-        node, key, own, _ = places[0]
-        row = [operand for *_, operand in places]
-        if not isinstance(own, tuple) and all(_operands_equal(node.op, own, each) for each in row):
+    for alternatives in zip(*(each or () for each in found_positions), strict=True):
+        node, key, first_operand, _ = alternatives[0]
+        row = [operand for *_, operand in alternatives]
+        if not isinstance(first_operand, tuple) and all(_operands_equal(node.op, first_operand, each) for each in row):
             continue
         kinds = {type(tape.number(operand)) for (tape, _), operand in zip(captures, row, strict=True)}
-        if not isinstance(own, tuple):
+        if not isinstance(first_operand, tuple):
             _fill(node)
             _slot(node, key, float in kinds)
         slot = node.arguments[key]
@@ -179,39 +179,46 @@ def _positions(
 
     `None` if the traces differ in more than that.
     """
-    found: list[tuple[Node, str, Operand, Operand]] = []
-    same: dict[int, Value] = {}
+    positions: list[tuple[Node, str, Operand, Operand]] = []
+    equal_values: dict[int, Value] = {}
 
-    def arguments_equal(one: Any, its: Any) -> bool:
-        if isinstance(one, Value):
-            return isinstance(its, Value) and same.get(id(one)) is its
-        if isinstance(one, Trace) and isinstance(its, Trace):
-            return one.is_like(its) and all_equal(one.outer, its.outer)
-        if isinstance(one, torch.Tensor) or isinstance(its, torch.Tensor):
-            return one is its
-        return type(one) is type(its) and Trace.capture_key(one) == Trace.capture_key(its)
+    def arguments_equal(argument: Any, other_node: Any) -> bool:
+        if isinstance(argument, Value):
+            return isinstance(other_node, Value) and equal_values.get(id(argument)) is other_node
+        if isinstance(argument, Trace) and isinstance(other_node, Trace):
+            return argument.is_like(other_node) and all_equal(argument.outer, other_node.outer)
+        if isinstance(argument, torch.Tensor) or isinstance(other_node, torch.Tensor):
+            return argument is other_node
+        return type(argument) is type(other_node) and Trace.capture_key(argument) == Trace.capture_key(other_node)
 
-    def all_equal(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-        return len(ones) == len(others) and all(map(arguments_equal, ones, others))
+    def all_equal(arguments: Sequence[Any], others: Sequence[Any]) -> bool:
+        return len(arguments) == len(others) and all(map(arguments_equal, arguments, others))
 
-    def bound(ones: list[Value], others: list[Value]) -> bool:
-        same.update((id(a), b) for a, b in zip(ones, others, strict=False))
-        return [(a.shape, a.dtype) for a in ones] == [(b.shape, b.dtype) for b in others]
+    def bound(arguments: list[Value], others: list[Value]) -> bool:
+        equal_values.update((id(a), b) for a, b in zip(arguments, others, strict=False))
+        return [(a.shape, a.dtype) for a in arguments] == [(b.shape, b.dtype) for b in others]
 
     if not bound(trace.inputs, other.inputs) or len(trace.nodes) != len(other.nodes):
         return None
-    for node, its in zip(trace.nodes, other.nodes, strict=True):
-        (op, overload, ones), (other_op, other_overload, twos) = _as_fill_op(node), _as_fill_op(its)
-        if (op, overload, ones.keys()) != (other_op, other_overload, twos.keys()):
+    for node, other_node in zip(trace.nodes, other.nodes, strict=True):
+        (op, overload, arguments), (other_op, other_overload, others_arguments) = (
+            _as_fill_op(node),
+            _as_fill_op(other_node),
+        )
+        if (op, overload, arguments.keys()) != (other_op, other_overload, others_arguments.keys()):
             return None
-        for key, one in ones.items():
-            two = twos[key]
-            a: Any = slots.get(one, one) if isinstance(one, Value) else as_python(one)
-            b: Any = others.get(two, two) if isinstance(two, Value) else as_python(two)
+        for key, argument in arguments.items():
+            other_argument = others_arguments[key]
+            a: Any = slots.get(argument, argument) if isinstance(argument, Value) else as_python(argument)
+            b: Any = (
+                others.get(other_argument, other_argument)
+                if isinstance(other_argument, Value)
+                else as_python(other_argument)
+            )
             if key in _CARRYING.get(op, ()) and all(type(each) in (tuple, *COUNTER_TYPES) for each in (a, b)):
-                found.append((node, key, a, b))
-            elif not all_equal(*(pytree.tree_leaves(each) for each in (one, two))):
+                positions.append((node, key, a, b))
+            elif not all_equal(*(pytree.tree_leaves(each) for each in (argument, other_argument))):
                 return None
-        if not bound(node.results, its.results):
+        if not bound(node.results, other_node.results):
             return None
-    return found if all_equal(trace.outputs, other.outputs) else None
+    return positions if all_equal(trace.outputs, other.outputs) else None

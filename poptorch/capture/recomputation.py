@@ -33,10 +33,10 @@ def between_checkpoints(nodes: Sequence[Node], by_stage: bool, to_the_end: bool 
             directly, so nothing is saved.
     """
     groups: list[tuple[Hashable, list[Node]]] = []
-    part = 0
+    segment = 0
     for node in nodes:
-        part += node.is_saved and not node.regions
-        key = (part, (node.placement.unit, node.placement.stage) if by_stage else None)
+        segment += node.is_saved and not node.regions
+        key = (segment, (node.placement.unit, node.placement.stage) if by_stage else None)
         if node.is_saved and not node.regions or not groups or groups[-1][0] != key:
             groups.append((key, []))
         groups[-1][1].append(node)
@@ -45,8 +45,8 @@ def between_checkpoints(nodes: Sequence[Node], by_stage: bool, to_the_end: bool 
     for number, (_, group) in enumerate(groups):
         is_region = to_the_end or number < len(groups) - 1
         for node in group:
-            is_own = bool(node.regions) or node.is_saved
-            result.append(replace(node, regions=(first + number,)) if is_region and not is_own else node)
+            keeps_region = bool(node.regions) or node.is_saved
+            result.append(replace(node, regions=(first + number,)) if is_region and not keeps_region else node)
     return result
 
 
@@ -69,27 +69,27 @@ def layers(nodes: Sequence[Node]) -> list[Node]:
     first = 1 + max((region for node in nodes for region in node.regions), default=0)
     ends = sorted({0, len(nodes)} | {i + k for i, node in enumerate(nodes) if node.op == CALL for k in (0, 1)})
     crossing = _crossing(nodes)
-    cuts = [0]
+    bounds = [0]
     for start, end in pairwise(ends):
         size = math.isqrt(end - start)
-        while end - cuts[-1] > size + size // 2:
-            near = range(cuts[-1] + max(1, size // 2), min(end, cuts[-1] + size + size // 2 + 1))
-            cuts.append(min(near, key=lambda i: (crossing[i], -i)))
-        cuts.append(end)
+        while end - bounds[-1] > size + size // 2:
+            candidates = range(bounds[-1] + max(1, size // 2), min(end, bounds[-1] + size + size // 2 + 1))
+            bounds.append(min(candidates, key=lambda i: (crossing[i], -i)))
+        bounds.append(end)
     result: list[Node] = []
-    for number, (start, end) in enumerate(pairwise(cuts)):
+    for number, (start, end) in enumerate(pairwise(bounds)):
         for node in nodes[start:end]:
-            is_own = bool(node.regions) or end == len(nodes)
-            result.append(node if is_own else replace(node, regions=(first + number,)))
+            keeps_region = bool(node.regions) or end == len(nodes)
+            result.append(node if keeps_region else replace(node, regions=(first + number,)))
     return result
 
 
 def _crossing(nodes: Sequence[Node]) -> list[int]:
     """Live elements at each position: produced by earlier ops, and read from this position onwards."""
     change = [0] * (len(nodes) + 2)
-    made = {id(value): (i, value) for i, node in enumerate(nodes) for value in node.results}
+    produced = {id(value): (i, value) for i, node in enumerate(nodes) for value in node.results}
     last = last_uses(map(id, node.inputs) for node in nodes)
-    for key, (i, value) in made.items():
+    for key, (i, value) in produced.items():
         if key in last:
             change[i + 1] += math.prod(value.shape)
             change[last[key] + 1] -= math.prod(value.shape)
@@ -102,57 +102,57 @@ def as_calls(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
     Args:
         wanted: values that are used outside of `nodes`.
     """
-    known: dict[Hashable, Trace] = {}
-    done: dict[Trace, Trace] = {}
-    return _as_calls(nodes, {id(value) for value in wanted}, known, done)
+    traces: dict[Hashable, Trace] = {}
+    converted: dict[Trace, Trace] = {}
+    return _as_calls(nodes, {id(value) for value in wanted}, traces, converted)
 
 
 def _as_calls(
-    nodes: Sequence[Node], wanted: set[int], known: dict[Hashable, Trace], done: dict[Trace, Trace]
+    nodes: Sequence[Node], wanted: set[int], traces: dict[Hashable, Trace], converted: dict[Trace, Trace]
 ) -> list[Node]:
     last = last_uses((map(id, node.inputs) for node in nodes), wanted)
     result: list[Node] = []
     position = 0
     for region, run in groupby(nodes, lambda node: None if node.op in SEEDING else node.regions[:1]):
-        part = list(run)
-        position += len(part)
-        part = [_within_call(node, known, done) for node in part]
+        region_nodes = list(run)
+        position += len(region_nodes)
+        region_nodes = [_within_call(node, traces, converted) for node in region_nodes]
         if not region:
-            result += part
+            result += region_nodes
             continue
-        part = [replace(node, regions=node.regions[1:]) for node in part]
-        returned = used_outside(part, position, last)
+        region_nodes = [replace(node, regions=node.regions[1:]) for node in region_nodes]
+        returned = used_outside(region_nodes, position, last)
         if not returned:
-            result += _as_calls(part, set(), known, done)
+            result += _as_calls(region_nodes, set(), traces, converted)
             continue
-        form = (outlining_key(part), tuple(returned))
-        if form not in known:
-            known[form] = _trace(part, returned, known, done)
-        result.append(call(part, known[form], returned, _module(part)))
+        key = (outlining_key(region_nodes), tuple(returned))
+        if key not in traces:
+            traces[key] = _trace(region_nodes, returned, traces, converted)
+        result.append(call(region_nodes, traces[key], returned, _module(region_nodes)))
     return result
 
 
-def _within_call(node: Node, known: dict[Hashable, Trace], done: dict[Trace, Trace]) -> Node:
+def _within_call(node: Node, traces: dict[Hashable, Trace], converted: dict[Trace, Trace]) -> Node:
     """A node; for calls of traces, regions inside the trace become calls."""
     if node.op != CALL:
         return node
     trace: Trace = node.arguments["trace"]
-    if trace not in done:
-        done[trace] = replace(trace, nodes=_as_calls(trace.nodes, set(map(id, trace.outputs)), known, done))
-    return replace(node, arguments=node.arguments | {"trace": done[trace]})
+    if trace not in converted:
+        converted[trace] = replace(trace, nodes=_as_calls(trace.nodes, set(map(id, trace.outputs)), traces, converted))
+    return replace(node, arguments=node.arguments | {"trace": converted[trace]})
 
 
-def _module(part: Sequence[Node]) -> str:
+def _module(nodes: Sequence[Node]) -> str:
     """Longest common module path of these ops."""
-    paths = [node.scope.split(".") for node in part]
+    paths = [node.scope.split(".") for node in nodes]
     return ".".join(names[0] for names in takewhile(lambda names: len({*names}) == 1, zip(*paths, strict=False)))
 
 
-def _trace(part: Sequence[Node], returned: Sequence[tuple[int, int]], known: Any, done: Any) -> Trace:
+def _trace(region_nodes: Sequence[Node], returned: Sequence[tuple[int, int]], traces: Any, converted: Any) -> Trace:
     """Trace of a region's ops, recomputed for its gradient."""
-    if len(part) == 1 and part[0].op == CALL:
-        called: Trace = part[0].arguments["trace"]
+    if len(region_nodes) == 1 and region_nodes[0].op == CALL:
+        called: Trace = region_nodes[0].arguments["trace"]
         return replace(called, outputs=[called.outputs[k] for _, k in returned], is_recomputed=True)
-    inputs, outputs = external_inputs(part), [part[i].results[k] for i, k in returned]
-    nodes = _as_calls(part, set(map(id, outputs)), known, done)
+    inputs, outputs = external_inputs(region_nodes), [region_nodes[i].results[k] for i, k in returned]
+    nodes = _as_calls(region_nodes, set(map(id, outputs)), traces, converted)
     return Trace(inputs, nodes, outputs, names=[v.name for v in inputs], is_recomputed=True, keeps_seeds=True)

@@ -89,13 +89,13 @@ class Tracer:
         """Fake counterpart of a tensor; repeated calls return an identical object."""
         return self._fake.from_tensor(t)
 
-    def fake_in(self, place: TensorLayout) -> torch.Tensor:
+    def fake_in(self, tensor_layout: TensorLayout) -> torch.Tensor:
         """Fake tensor with a given layout in separate storage."""
-        steps = zip(place.shape, place.stride, strict=True)
-        extent = place.offset + 1 + sum((size - 1) * stride for size, stride in steps)
+        steps = zip(tensor_layout.shape, tensor_layout.stride, strict=True)
+        extent = tensor_layout.offset + 1 + sum((size - 1) * stride for size, stride in steps)
         with self._fake:
-            memory = torch.empty(max(extent, 0), dtype=place.dtype)
-            return memory.as_strided(place.shape, place.stride, place.offset).detach()
+            memory = torch.empty(max(extent, 0), dtype=tensor_layout.dtype)
+            return memory.as_strided(tensor_layout.shape, tensor_layout.stride, tensor_layout.offset).detach()
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:
@@ -109,15 +109,17 @@ class Tracer:
 
     def is_recording(self, arguments: Any) -> bool:
         """Whether operations on these arguments are recorded: another thread may run unrelated ones."""
-        is_own = any(isinstance(t, FakeTensor) and t.fake_mode is self._fake for t in pytree.tree_leaves(arguments))
-        return is_own and not self.is_suspended and not in_transform()
+        is_of_capture = any(
+            isinstance(t, FakeTensor) and t.fake_mode is self._fake for t in pytree.tree_leaves(arguments)
+        )
+        return is_of_capture and not self.is_suspended and not in_transform()
 
     # Devices of tensors ----------------------------------------------------------------------------------------------
 
     def device_of(self, t: torch.Tensor, frame: FrameType) -> torch.device | None:
         """Device of a tensor, as reported to user code in a frame; `None` if PyTorch should answer."""
-        is_heard = hears_functions(self.function_interceptor) and not self.is_suspended
-        return self.to_model(t) if is_heard and is_users(frame) else None
+        is_intercepting = hears_functions(self.function_interceptor) and not self.is_suspended
+        return self.to_model(t) if is_intercepting and is_users(frame) else None
 
     def to_model(self, t: torch.Tensor) -> torch.device:
         """Device of a tensor from the model's perspective."""
@@ -184,28 +186,28 @@ class Tracer:
         if not self._preserves or narrow is not None:  # autocast casts the arguments of inner functions
             results = function(*args, **kwargs)
             return self.record_loss(results) if preserved.op in LOSSES else results
-        given = preserved.arguments(function, args, kwargs)
-        if given is None and preserved.otherwise is not None:
+        arguments = preserved.arguments(function, args, kwargs)
+        if arguments is None and preserved.otherwise is not None:
             with self.function_interceptor:
                 return preserved.otherwise(*args, **kwargs)
-        if given is None:
+        if arguments is None:
             return function(*args, **kwargs)
-        if given.pop("inplace", False):
-            return given["input"].copy_(self.record_preserved(preserved, function, (), given))
-        written = preserved.writes(given)
+        if arguments.pop("inplace", False):
+            return arguments["input"].copy_(self.record_preserved(preserved, function, (), arguments))
+        overwritten = preserved.writes(arguments)
         with self.suspended():
             try:
-                results = function(*args, **kwargs) if preserved.shaped_as is None else preserved.shaped_as(**given)
+                results = function(*args, **kwargs) if preserved.shaped_as is None else preserved.shaped_as(**arguments)
             except (AssertionError, IndexError, RuntimeError, ValueError):
                 if preserved.op not in LOSSES:
                     raise
                 results = retry_loss(function, args, kwargs)
-        if any(shares_storage(t, given) for t in pytree.tree_leaves(results)):  # a view, or the argument itself
+        if any(shares_storage(t, arguments) for t in pytree.tree_leaves(results)):  # a view, or the argument itself
             return function(*args, **kwargs)
         self._has_preserved = True
-        node = self.recorder.add_node(preserved.op, "", given)
+        node = self.recorder.add_node(preserved.op, "", arguments)
         self.recorder.add_results(node, results)
-        self.recorder.overwrite(node, written)
+        self.recorder.overwrite(node, overwritten)
         return results
 
     def record_detach_(self, t: torch.Tensor) -> torch.Tensor:
@@ -260,22 +262,22 @@ class Tracer:
         if (
             op._opname.rstrip("_") == "index_put"
             and is_mixed(args[1])
-            and (places := masks_to_indices(self.contents, args[1]))
+            and (indices := masks_to_indices(self.contents, args[1]))
         ):
-            args = (args[0], places, *args[2:])
-        given = arguments_of(op, args, kwargs)
-        generator = given.pop("generator", None)
+            args = (args[0], indices, *args[2:])
+        arguments = arguments_of(op, args, kwargs)
+        generator = arguments.pop("generator", None)
         if generator is not None and generator is not torch.default_generator:
             with self.op_interceptor:  # ops get a proxy of the user's generator, which is another object
                 return self._host_draws.draw(op, self.generator or generator, args, kwargs)
-        written = {name: given[name] for name in written_arguments(op) if name in given}
+        overwritten = {name: arguments[name] for name in written_arguments(op) if name in arguments}
         name = f"{op.namespace}.{op._opname}"
-        if written and name not in _OVERWRITING and not name.endswith("__"):
+        if overwritten and name not in _OVERWRITING and not name.endswith("__"):
             name = name.removesuffix("_")
-        results = self._decomposed(op, name, args, kwargs, given, written)
+        results = self._decomposed(op, name, args, kwargs, arguments, overwritten)
         if results is not NotImplemented:
             return results
-        plain = [t for t in pytree.tree_leaves(written) if not isinstance(t, FakeTensor)]
+        plain = [t for t in pytree.tree_leaves(overwritten) if not isinstance(t, FakeTensor)]
         try:
             results = self._on_stand_ins(op, args, kwargs, plain) if plain else op(*args, **kwargs)
         except ValueError:
@@ -290,10 +292,10 @@ class Tracer:
             return self.contents.break_graph(op, args, kwargs) if constant is None else constant
         if torch.Tag.inplace_view in op.tags:
             self.recorder.record_new_view(args[0])
-        elif written:
-            self._record_written(name, op._overloadname, given, written, results)
+        elif overwritten:
+            self._record_written(name, op._overloadname, arguments, overwritten, results)
         elif name != "aten.as_strided":  # whose layout is known when it is read
-            self._record_new(name, op._overloadname, given, args, results)
+            self._record_new(name, op._overloadname, arguments, args, results)
         return results
 
     def _decomposed(
@@ -302,59 +304,59 @@ class Tracer:
         name: str,
         args: Any,
         kwargs: Any,
-        given: Mapping[str, Any],
-        written: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+        overwritten: Mapping[str, Any],
     ) -> Any:
         """Record an op as its decomposition, and return the results; `NotImplemented` for ops without one."""
-        is_part = self.differentiates and op in NORMS  # its statistics are functions of the input, to derivatives
-        updates = [*written] == ["input"] and torch.Tag.inplace_view not in op.tags and name not in _OVERWRITING
-        made_of = sequential_update(op, args[0]) if updates and isinstance(args[0], torch.Tensor) else None
-        if made_of is None and (is_part or not self._lowered(name, op._overloadname)):
-            made_of = decomposition(op)
-        if made_of is None:
+        is_norm = self.differentiates and op in NORMS  # its statistics are functions of the input, to derivatives
+        updates = [*overwritten] == ["input"] and torch.Tag.inplace_view not in op.tags and name not in _OVERWRITING
+        decomposed = sequential_update(op, args[0]) if updates and isinstance(args[0], torch.Tensor) else None
+        if decomposed is None and (is_norm or not self._lowered(name, op._overloadname)):
+            decomposed = decomposition(op)
+        if decomposed is None:
             return NotImplemented
         with self.recorder.recording_decomposition() as final, self.op_interceptor:
-            results = made_of(*args, **kwargs)
+            results = decomposed(*args, **kwargs)
             if all(result.alias_info is None for result in op._schema.returns):  # where the parts give a view
-                results = pytree.tree_map(lambda t: t.clone() if shares_storage(t, given) else t, results)
-            made = results[:1] if is_part else results
-            final += tensors_in([made, *written.values()])
+                results = pytree.tree_map(lambda t: t.clone() if shares_storage(t, arguments) else t, results)
+            differentiable = results[:1] if is_norm else results
+            final += tensors_in([differentiable, *overwritten.values()])
         return results
 
-    def _record_new(self, name: str, overload: str, given: Mapping[str, Any], args: Any, results: Any) -> None:
+    def _record_new(self, name: str, overload: str, arguments: Mapping[str, Any], args: Any, results: Any) -> None:
         """Record an op that returns new tensors or views; nothing for one that returns plain values."""
         if not tensors_in(results):
             return
-        node = self.recorder.add_node(name, overload, given)
+        node = self.recorder.add_node(name, overload, arguments)
         if name == "aten.lift_fresh":  # `torch.tensor` does so, and types of the host, such as `torch.LongTensor`
             if is_of_type := hears_functions(self.function_interceptor):  # which is no function
                 self.recorder.host.created.add(node)
             node.is_on_host = is_of_type or self.recorder.makes_on_host
         # A lazy conjugate or negation is materialised in a clone, below autograd.
         is_resolved = name == "aten.clone" and (args[0].is_conj() or args[0].is_neg()) and torch.is_grad_enabled()
-        if not self.recorder.add_views(node, given, results):
+        if not self.recorder.add_views(node, arguments, results):
             self.recorder.add_results(node, results, blocks_grad=not is_resolved)
 
     def _record_written(
-        self, name: str, overload: str, given: Mapping[str, Any], written: Mapping[str, Any], results: Any
+        self, name: str, overload: str, given: Mapping[str, Any], overwritten: Mapping[str, Any], results: Any
     ) -> None:
         """Record an op that overwrites arguments: their new values become results."""
         read = {"input"} if name not in _OVERWRITING else set()
-        inputs = {key: value for key, value in given.items() if key not in written or key in read}
-        tensors = tensors_in(dict(written))
+        inputs = {key: value for key, value in given.items() if key not in overwritten or key in read}
+        tensors = tensors_in(dict(overwritten))
         node = self.recorder.add_node(name, overload, inputs, written=tensors)
-        overwritten = list(map(id, tensors))
-        self.recorder.add_results(node, [t for t in pytree.tree_leaves(results) if id(t) not in overwritten])
+        ids = list(map(id, tensors))
+        self.recorder.add_results(node, [t for t in pytree.tree_leaves(results) if id(t) not in ids])
         self.recorder.overwrite(node, tensors)
 
     def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
         """Run an op that overwrites user tensors outside the model on fake copies, so that they keep their contents."""
         for t in plain:
             self.recorder.value_of(t)  # its current value
-        others = {id(t): self.fake(t) for t in plain}
-        back = {id(other): t for other, t in zip(others.values(), plain, strict=True)}
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: others.get(id(t), t), (args, kwargs))
-        return pytree.tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), op(*args, **kwargs))
+        stand_ins = {id(t): self.fake(t) for t in plain}
+        originals = {id(other): t for other, t in zip(stand_ins.values(), plain, strict=True)}
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: stand_ins.get(id(t), t), (args, kwargs))
+        return pytree.tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), op(*args, **kwargs))
 
 
 class RetryWithoutPreserving(BaseException):

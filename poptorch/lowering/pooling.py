@@ -47,12 +47,12 @@ def _window_sizes(
     return {name: per_axis(each, axes) for name, each in sizes.items()}
 
 
-def _windows(sizes: Sequence[int], output_size: Any = None, **how: Any) -> list[Windows | Table]:
+def _windows(sizes: Sequence[int], output_size: Any = None, **options: Any) -> list[Windows | Table]:
     """Windows along the last axes: regular, or adaptive to `output_size`, with a table for irregular windows."""
     if output_size is not None:
         return [_adaptive(*each) for each in zip(sizes, output_size, strict=True)]
-    steps = zip(sizes, how["kernel_size"], how["stride"], how["padding"], how["dilation"], strict=True)
-    return [_regular(*each, how["ceil_mode"]) for each in steps]
+    steps = zip(sizes, options["kernel_size"], options["stride"], options["padding"], options["dilation"], strict=True)
+    return [_regular(*each, options["ceil_mode"]) for each in steps]
 
 
 def _adaptive(size: int, count: int) -> Windows | Table:
@@ -60,19 +60,19 @@ def _adaptive(size: int, count: int) -> Windows | Table:
         return Windows(size, size // count, size // count, 0, 0, count)
     starts = np.arange(count) * size // count
     ends = -(-np.arange(1, count + 1) * size // count)
-    places = starts[:, None] + np.arange((ends - starts).max())
-    return np.minimum(places, ends[:, None] - 1).astype(np.int32)
+    positions = starts[:, None] + np.arange((ends - starts).max())
+    return np.minimum(positions, ends[:, None] - 1).astype(np.int32)
 
 
 def _table(windows: Windows | Table) -> Table:
     if not isinstance(windows, Windows):
         return windows
     starts = np.arange(windows.count) * windows.stride - windows.begin
-    places = starts[:, None] + np.arange(0, windows.reach, windows.dilation)
-    inside = (places >= 0) & (places < windows.size)
-    first = np.where(inside, places, windows.size).min(1, keepdims=True)
-    last = np.where(inside, places, -1).max(1, keepdims=True)
-    return np.clip(places, first, last).astype(np.int32)
+    positions = starts[:, None] + np.arange(0, windows.reach, windows.dilation)
+    is_inside = (positions >= 0) & (positions < windows.size)
+    first = np.where(is_inside, positions, windows.size).min(1, keepdims=True)
+    last = np.where(is_inside, positions, -1).max(1, keepdims=True)
+    return np.clip(positions, first, last).astype(np.int32)
 
 
 def _readers(table: Table, size: int) -> Table:
@@ -88,25 +88,25 @@ def _readers(table: Table, size: int) -> Table:
 # Maximum --------------------------------------------------------------------------------------------------------------
 
 
-def _gather_axis(t: Any, at: NDArray[np.int32], axis: int, fill: Any = None) -> Any:
+def _gather_axis(t: Any, positions: NDArray[np.int32], axis: int, fill: Any = None) -> Any:
     """Elements at fixed positions along an axis; position `size` reads `fill`.
 
     Positions in equal steps, each of them once or the same number of times, are sliced: XLA gathers much more slowly on
     CPUs.
     """
-    if at.max() == t.shape[axis]:
+    if positions.max() == t.shape[axis]:
         edges = [(0, int(a == axis), 0) for a in range(t.ndim)]
         t = lax.pad(t, jnp.asarray(fill, t.dtype), edges)
-    steps = np.diff(at)
+    steps = np.diff(positions)
     if not len(steps) or (steps[0] > 0 and (steps == steps[0]).all()):
-        return lax.slice_in_dim(t, at[0], at[-1] + 1, steps[0] if len(steps) else 1, axis)
-    often = np.bincount(at - at.min())
-    whole = often[1:-1] if len(often) > 2 else often
-    if at[0] <= at.min() and (steps >= 0).all() and (whole == often.max()).all():
-        repeated = jnp.repeat(lax.slice_in_dim(t, at[0], at[-1] + 1, axis=axis), often.max(), axis)
-        first = often.max() - often[0]
-        return lax.slice_in_dim(repeated, first, first + len(at), axis=axis)
-    return jnp.take(t, at, axis)
+        return lax.slice_in_dim(t, positions[0], positions[-1] + 1, steps[0] if len(steps) else 1, axis)
+    repeats = np.bincount(positions - positions.min())
+    inner_repeats = repeats[1:-1] if len(repeats) > 2 else repeats
+    if positions[0] <= positions.min() and (steps >= 0).all() and (inner_repeats == repeats.max()).all():
+        repeated = jnp.repeat(lax.slice_in_dim(t, positions[0], positions[-1] + 1, axis=axis), repeats.max(), axis)
+        first = repeats.max() - repeats[0]
+        return lax.slice_in_dim(repeated, first, first + len(positions), axis=axis)
+    return jnp.take(t, positions, axis)
 
 
 def _position_grid(sizes: Sequence[int], first: int, rank: int) -> Any:
@@ -117,16 +117,16 @@ def _position_grid(sizes: Sequence[int], first: int, rank: int) -> Any:
     return jnp.expand_dims(numbers.reshape(sizes), (*range(first), *range(first + len(sizes), rank)))
 
 
-def _largest(input: Any, *, axes: int, **how: Any) -> tuple[Any, Any]:
+def _largest(input: Any, *, axes: int, **options: Any) -> tuple[Any, Any]:
     """Maximum per window and its row-major index in the last axes; ties choose the first."""
-    windows = _windows(input.shape[-axes:], **how)
+    windows = _windows(input.shape[-axes:], **options)
     return _run_kernel(first_largest, partial(_largest_by_axes, windows), windows, input)
 
 
-def _to_largest(g: Any, input: Any, *, axes: int, **how: Any) -> Any:
+def _to_largest(g: Any, input: Any, *, axes: int, **options: Any) -> Any:
     """Max-pooling gradient: each window passes its gradient to its first maximum."""
-    windows = _windows(input.shape[-axes:], **how)
-    return _run_kernel(first_largest_gradient, partial(_to_largest_by_places, windows), windows, g, input)
+    windows = _windows(input.shape[-axes:], **options)
+    return _run_kernel(first_largest_gradient, partial(_to_largest_by_positions, windows), windows, g, input)
 
 
 def _run_kernel(kernel: Kernel, function: Callable[..., Any], windows: Sequence[Windows | Table], *images: Any) -> Any:
@@ -142,19 +142,21 @@ def _largest_by_axes(windows: Sequence[Windows | Table], input: Any) -> tuple[An
 
     def largest(first: int, input: Any) -> tuple[Any, Any]:
         sizes = input.shape[first : first + axes]
-        places = jnp.broadcast_to(_position_grid(sizes, first, input.ndim), input.shape)
+        positions = jnp.broadcast_to(_position_grid(sizes, first, input.ndim), input.shape)
         for axis, table in reversed(list(enumerate(map(_table, windows), first))):
             if table.shape[1] > LONG:
-                input, places = (jnp.take(t, table, axis) for t in (input, places))
+                input, positions = (jnp.take(t, table, axis) for t in (input, positions))
                 nth = _last_nan_or_largest(input, axis + 1)
-                input, places = (jnp.take_along_axis(t, nth, axis + 1).squeeze(axis + 1) for t in (input, places))
+                input, positions = (jnp.take_along_axis(t, nth, axis + 1).squeeze(axis + 1) for t in (input, positions))
                 continue
-            (best, found), *others = ([_gather_axis(t, column, axis) for t in (input, places)] for column in table.T)
-            for other, there in others:
+            (best, winner), *others = (
+                [_gather_axis(t, column, axis) for t in (input, positions)] for column in table.T
+            )
+            for other, position in others:
                 is_larger = (other > best) | jnp.isnan(other)
-                best, found = jnp.where(is_larger, other, best), jnp.where(is_larger, there, found)
-            input, places = best, found
-        return input, places
+                best, winner = jnp.where(is_larger, other, best), jnp.where(is_larger, position, winner)
+            input, positions = best, winner
+        return input, positions
 
     return spatial(largest, axes, input)
 
@@ -165,34 +167,34 @@ def _last_nan_or_largest(t: Any, axis: int) -> Any:
     return jnp.where(is_nan.any(axis, keepdims=True), last, jnp.argmax(t, axis, keepdims=True))
 
 
-def _to_largest_by_places(windows: Sequence[Windows | Table], g: Any, input: Any) -> Any:
+def _to_largest_by_positions(windows: Sequence[Windows | Table], g: Any, input: Any) -> Any:
     """Gather gradients per position from covering windows; many times faster than scattering on CPUs.
 
     Where the largest numbers are has been computed before: XLA does not compute it again.
     """
     axes, dtype = len(windows), g.dtype
-    _, places = _largest_by_axes(windows, input)
+    _, positions = _largest_by_axes(windows, input)
     sizes = input.shape[-axes:]
     readers = [_readers(_table(along), size) for along, size in zip(windows, sizes, strict=True)]
 
-    def gradient(first: int, g: Any, places: Any) -> Any:
+    def gradient(first: int, g: Any, positions: Any) -> Any:
         g, own = widen(g), _position_grid(sizes, first, g.ndim)
         if math.prod(each.shape[1] for each in readers) > LONG:
             for axis, each in reversed(list(enumerate(readers, first))):
                 g = jnp.take(g, each, axis, mode="fill", fill_value=0)
-                places = jnp.take(places, each, axis, mode="fill", fill_value=-1)
-            seen_by = tuple(range(first + 1, first + 2 * axes, 2))
-            return jnp.where(places == jnp.expand_dims(own, seen_by), g, 0).sum(seen_by).astype(dtype)
-        pairs = [(g, places)]
+                positions = jnp.take(positions, each, axis, mode="fill", fill_value=-1)
+            window_axes = tuple(range(first + 1, first + 2 * axes, 2))
+            return jnp.where(positions == jnp.expand_dims(own, window_axes), g, 0).sum(window_axes).astype(dtype)
+        pairs = [(g, positions)]
         for axis, each in enumerate(readers, first):
             pairs = [
-                (_gather_axis(g, at, axis, 0), _gather_axis(places, at, axis, -1))
-                for g, places in pairs
-                for at in each.T
+                (_gather_axis(g, column, axis, 0), _gather_axis(positions, column, axis, -1))
+                for g, positions in pairs
+                for column in each.T
             ]
-        return reduce(add, (jnp.where(places == own, g, 0) for g, places in pairs)).astype(dtype)
+        return reduce(add, (jnp.where(positions == own, g, 0) for g, positions in pairs)).astype(dtype)
 
-    return spatial(gradient, axes, g, places)
+    return spatial(gradient, axes, g, positions)
 
 
 _max_pool_grad = jax_op(title="MaxPoolGrad")(_to_largest)
@@ -227,9 +229,9 @@ def _max_pools(axes: int) -> None:
 def _unpool(input: Any, indices: Any, *, output_size: tuple[int, ...]) -> Any:
     """Place numbers at row-major indices of the last axes; zeros elsewhere."""
     outer = input.shape[: input.ndim - len(output_size)]
-    rows, places = (t.reshape(math.prod(outer), -1) for t in (input, indices))
+    rows, positions = (t.reshape(math.prod(outer), -1) for t in (input, indices))
     out = full_after((len(rows), math.prod(output_size)), 0, input.dtype, after=input)
-    return out.at[jnp.arange(len(rows))[:, None], places].set(rows).reshape(*outer, *output_size)
+    return out.at[jnp.arange(len(rows))[:, None], positions].set(rows).reshape(*outer, *output_size)
 
 
 _max_pools(2)
@@ -253,18 +255,21 @@ def _fractional(axes: int) -> Callable[..., Any]:
         sizes = input.shape[-axes:]
         samples = widen(random_samples) if axes == 3 else widen(random_samples)[..., ::-1]
         samples = samples.reshape(*input.shape[:-axes], axes)
-        t, places = input, jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(sizes), input.shape)
+        t, positions = (
+            input,
+            jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(sizes), input.shape),
+        )
         for i in range(axes):  # each axis becomes an axis of windows, and an axis of their elements at the end
             axis = input.ndim - axes + i
-            seen = _window_positions(samples[..., i], sizes[i], kernel_size[i], output_size[i])
-            seen = seen.reshape(*seen.shape[:-2], *(1,) * i, -1, *(1,) * (t.ndim - axis - 1))
-            t, places = (jnp.take_along_axis(each, seen, axis) for each in (t, places))
+            elements = _window_positions(samples[..., i], sizes[i], kernel_size[i], output_size[i])
+            elements = elements.reshape(*elements.shape[:-2], *(1,) * i, -1, *(1,) * (t.ndim - axis - 1))
+            t, positions = (jnp.take_along_axis(each, elements, axis) for each in (t, positions))
             shape = (*t.shape[:axis], output_size[i], kernel_size[i], *t.shape[axis + 1 :])
-            t, places = (jnp.moveaxis(each.reshape(shape), axis + 1, -1) for each in (t, places))
-        t, places = (each.reshape(*each.shape[:-axes], -1) for each in (t, places))
+            t, positions = (jnp.moveaxis(each.reshape(shape), axis + 1, -1) for each in (t, positions))
+        t, positions = (each.reshape(*each.shape[:-axes], -1) for each in (t, positions))
         first = _last_nan_or_largest(t, -1)
-        largest, where = (jnp.take_along_axis(each, first, -1).squeeze(-1) for each in (t, places))
-        return largest, where
+        largest, position = (jnp.take_along_axis(each, first, -1).squeeze(-1) for each in (t, positions))
+        return largest, position
 
     return fractional
 
@@ -293,8 +298,8 @@ def _average(
         ends.append((windows.begin, windows.end))
         starts = np.arange(windows.count) * step - pad
         lowest, highest = (-pad, size + pad) if count_include_pad else (0, size)
-        seen = np.minimum(starts + kernel, highest) - np.maximum(starts, lowest)
-        divisor = divisor[..., None] * seen.astype(np.float32)
+        counts = np.minimum(starts + kernel, highest) - np.maximum(starts, lowest)
+        divisor = divisor[..., None] * counts.astype(np.float32)
     input = widen(input)
     if divisor_override is not None:
         divisor = np.full((), divisor_override, np.float32)

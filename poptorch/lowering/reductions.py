@@ -25,15 +25,15 @@ Dims = int | Sequence[int] | None
 
 
 def _over_dims(
-    name: str, op: Callable[[popxl.Tensor, tuple[int, ...]], popxl.Tensor], of: popxl.dtype | None = None
+    name: str, op: Callable[[popxl.Tensor, tuple[int, ...]], popxl.Tensor], computed_in: popxl.dtype | None = None
 ) -> None:
-    """Declare a reduction over dims, computed in dtype `of` or the result's dtype."""
+    """Declare a reduction over dims, computed in dtype `computed_in` or the result's dtype."""
 
     @lowers(f"aten.{name}")
     def lowering(
         input: popxl.Tensor, dim: Dims = None, keepdim: bool = False, dtype: popxl.dtype | None = None
     ) -> popxl.Tensor:
-        return op(cast_like(input, of or wanted().dtype), axes_of(input, dim))
+        return op(cast_like(input, computed_in or wanted().dtype), axes_of(input, dim))
 
 
 def _of_axes(title: str, function: Callable[..., Any], **settings: Any) -> Callable[..., popxl.Tensor]:
@@ -54,9 +54,9 @@ def _extreme_forward(find: Callable[..., Any], among_none: bool, t: Any, axes: t
 
 
 def _extreme_backward(
-    find: Callable[..., Any], among_none: bool, axes: tuple[int, ...], kept: tuple[Any, Any], g: Any
+    find: Callable[..., Any], among_none: bool, axes: tuple[int, ...], residuals: tuple[Any, Any], g: Any
 ) -> tuple[Any]:
-    t, out = kept
+    t, out = residuals
     g, out = (jnp.expand_dims(each, axes) for each in (g, out))
     winners = (t == out) | (jnp.isnan(t) & jnp.isnan(out)) if among_none else t == out
     return (g * winners.astype(g.dtype) / winners.sum(axes, keepdims=True).astype(g.dtype),)
@@ -71,9 +71,9 @@ _over_dims("logsumexp", ops.logsumexp)
 # Unlike the ops of popxl, these share the gradient evenly among equal elements.
 _over_dims("amax", amax := _of_axes("Amax", partial(_extreme, jnp.max, False)))
 _over_dims("amin", amin := _of_axes("Amin", partial(_extreme, jnp.min, False)))
-_over_dims("any", _of_axes("Any", jnp.any, gradient=None), of=dtypes.bool)
-_over_dims("all", _of_axes("All", jnp.all, gradient=None), of=dtypes.bool)
-_over_dims("count_nonzero", _of_axes("CountNonzero", jnp.count_nonzero, gradient=None), of=dtypes.bool)
+_over_dims("any", _of_axes("Any", jnp.any, gradient=None), computed_in=dtypes.bool)
+_over_dims("all", _of_axes("All", jnp.all, gradient=None), computed_in=dtypes.bool)
+_over_dims("count_nonzero", _of_axes("CountNonzero", jnp.count_nonzero, gradient=None), computed_in=dtypes.bool)
 for _name, _function in (("max", jnp.max), ("min", jnp.min)):
     _of_all = _of_axes(_name.capitalize(), partial(_extreme, _function, True))
     lowers(f"aten.{_name}.default", f"aten.{_name}.unary_out")(
@@ -85,9 +85,9 @@ for _name, _function in (("max", jnp.max), ("min", jnp.min)):
 
 
 @jax_op(title="PickGrad")
-def _pick_grad(g: Any, place: Any, *, axis: int, size: tuple[int, ...]) -> Any:
-    g, place = (jnp.expand_dims(t, axis) for t in (g, place))
-    return jnp.where(lax.broadcasted_iota(place.dtype, size, axis) == place, g, jnp.zeros((), g.dtype))
+def _pick_grad(g: Any, index: Any, *, axis: int, size: tuple[int, ...]) -> Any:
+    g, index = (jnp.expand_dims(t, axis) for t in (g, index))
+    return jnp.where(lax.broadcasted_iota(index.dtype, size, axis) == index, g, jnp.zeros((), g.dtype))
 
 
 def picking(names: str, title: str, find: Callable[..., Any]) -> None:
@@ -97,12 +97,12 @@ def picking(names: str, title: str, find: Callable[..., Any]) -> None:
         find: JAX function of lines along the last axis, and of further attributes, which gives the places.
     """
 
-    def pick(input: Any, *, axis: int, **how: Any) -> tuple[Any, Any]:
+    def pick(input: Any, *, axis: int, **settings: Any) -> tuple[Any, Any]:
         lines = jnp.moveaxis(input, axis, -1)
-        place = find(widen(lines), **how).astype(jnp.int32)
-        return jnp.take_along_axis(lines, place[..., None], -1)[..., 0], place
+        index = find(widen(lines), **settings).astype(jnp.int32)
+        return jnp.take_along_axis(lines, index[..., None], -1)[..., 0], index
 
-    gradient = {"input": lambda g, places, input_spec, axis: _pick_grad(g, places, axis=axis, size=input_spec.shape)}
+    gradient = {"input": lambda g, indices, input_spec, axis: _pick_grad(g, indices, axis=axis, size=input_spec.shape)}
     kind = jax_op(title=title, gradient=gradient, result=("values", "places"))(pick)
 
     @lowers(*(f"aten.{name}" for name in names.split()))
@@ -186,11 +186,11 @@ _spread_of_numbers("std_mean", is_root=True, with_mean=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def norm(t: Any, order: float, axes: tuple[int, ...], is_shared: bool = True) -> Any:
+def norm(t: Any, order: float, axes: tuple[int, ...], shares_gradient: bool = True) -> Any:
     """(Σ |t|ᵖ)^(1/p), and its limits: maximum, minimum, number of nonzero elements.
 
     Where the norm is 0, and where an element is, the gradient is 0 (for orders up to 2; beyond, it is so anyway). Each
-    of several largest or smallest elements has its share of the gradient, or (unless `is_shared`) all of it.
+    of several largest or smallest elements has its share of the gradient, or (unless `shares_gradient`) all of it.
     """
     size = jnp.abs(t)
     if math.isinf(order):
@@ -204,24 +204,28 @@ def norm(t: Any, order: float, axes: tuple[int, ...], is_shared: bool = True) ->
     return jnp.sum(size**order, axes) ** (1 / order)
 
 
-def _norm_forward(t: Any, order: float, axes: tuple[int, ...], is_shared: bool) -> tuple[Any, Any]:
+def _norm_forward(t: Any, order: float, axes: tuple[int, ...], shares_gradient: bool) -> tuple[Any, Any]:
     out = norm(t, order, axes)
     return out, (t, out)
 
 
-def _norm_backward(order: float, axes: tuple[int, ...], is_shared: bool, kept: tuple[Any, Any], g: Any) -> tuple[Any]:
-    t, out = kept
+def _norm_backward(
+    order: float, axes: tuple[int, ...], shares_gradient: bool, residuals: tuple[Any, Any], g: Any
+) -> tuple[Any]:
+    t, out = residuals
     g, out = (jnp.expand_dims(each, axes) for each in (g, out))
     size, is_zero = jnp.abs(t), (t == 0) | (out == 0)
     if math.isinf(order):
         winners = size == out
-        share = winners / jnp.sum(winners, axes, keepdims=True) if is_shared else winners
+        share = winners / jnp.sum(winners, axes, keepdims=True) if shares_gradient else winners
     elif order == 0:
         share = jnp.zeros_like(t)
     else:
         share = jnp.where(is_zero, 0, jnp.where(is_zero, 1, size / out) ** (order - 1))
     sign = jnp.conj(jnp.sign(t))
-    return (g * (jnp.where(jnp.isnan(t), 0, sign) if is_shared and order == 1 or math.isinf(order) else sign) * share,)
+    return (
+        g * (jnp.where(jnp.isnan(t), 0, sign) if shares_gradient and order == 1 or math.isinf(order) else sign) * share,
+    )
 
 
 norm.defvjp(_norm_forward, _norm_backward)
@@ -298,9 +302,9 @@ def _running_extreme(name: str, is_beyond: Callable[[Any, Any], Any]) -> None:
 
     @jax_op(title=name.capitalize(), result=("values", "places"))
     def running(input: Any, *, axis: int) -> tuple[Any, Any]:
-        numbered = lax.broadcasted_iota(jnp.int32, input.shape, axis)
-        _, places = lax.associative_scan(later, (lax.stop_gradient(input), numbered), axis=axis)
-        return jnp.take_along_axis(widen(input), places, axis).astype(input.dtype), places
+        positions = lax.broadcasted_iota(jnp.int32, input.shape, axis)
+        _, winners = lax.associative_scan(later, (lax.stop_gradient(input), positions), axis=axis)
+        return jnp.take_along_axis(widen(input), winners, axis).astype(input.dtype), winners
 
     @lowers(f"aten.{name}")
     def lowering(input: popxl.Tensor, dim: int) -> Any:
@@ -321,9 +325,9 @@ def histc(input: Any, *, bins: int = 100, min: float = 0, max: float = 0) -> Any
     low, high = (jnp.min(t), jnp.max(t)) if min == max else (min, max)
     widen = jnp.where(low == high, 1, 0)  # all elements are the same
     low, high = low - widen, high + widen
-    place = jnp.minimum(jnp.floor((t - low) / (high - low) * bins), bins - 1)
-    place = jnp.where((t >= low) & (t <= high), place, bins).astype(jnp.int32)
-    return jnp.zeros(bins, input.dtype).at[place].add(1, mode="drop")
+    bin_index = jnp.minimum(jnp.floor((t - low) / (high - low) * bins), bins - 1)
+    bin_index = jnp.where((t >= low) & (t <= high), bin_index, bins).astype(jnp.int32)
+    return jnp.zeros(bins, input.dtype).at[bin_index].add(1, mode="drop")
 
 
 @jax_op("aten.histogram.bin_ct", gradient=None)
@@ -371,23 +375,23 @@ def segment_reduce(
     """Reduce contiguous segments; rowwise for batched segments."""
     if offsets is None:
         offsets = jnp.pad(jnp.cumsum(lengths, -1), [(0, 0)] * (lengths.ndim - 1) + [(1, 0)])
-    of_row = partial(_of_segments, reduce=reduce, initial=initial)
+    of_row = partial(_segment_reduction, reduce=reduce, initial=initial)
     for _ in range(offsets.ndim - 1):
         of_row = jax.vmap(of_row)
     return of_row(data, offsets)
 
 
-def _of_segments(data: Any, offsets: Any, reduce: str, initial: float | None) -> Any:
-    places = jnp.arange(len(data))
-    inside = (offsets[:-1, None] <= places) & (places < offsets[1:, None])
-    inside = inside.reshape(*inside.shape, *(1,) * (data.ndim - 1))
+def _segment_reduction(data: Any, offsets: Any, reduce: str, initial: float | None) -> Any:
+    positions = jnp.arange(len(data))
+    is_inside = (offsets[:-1, None] <= positions) & (positions < offsets[1:, None])
+    is_inside = is_inside.reshape(*is_inside.shape, *(1,) * (data.ndim - 1))
     start = _NEUTRAL[reduce] if initial is None else initial
-    each = jnp.where(inside, data, _NEUTRAL[reduce])
+    each = jnp.where(is_inside, data, _NEUTRAL[reduce])
     if reduce in ("max", "min"):
         return getattr(jnp, reduce)(each, 1, initial=start)
     if reduce == "prod":
         return each.prod(1) * start
-    total, count = each.sum(1) + start, inside.sum(1)
+    total, count = each.sum(1) + start, is_inside.sum(1)
     if reduce == "sum":
         return total
     return jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.nan if initial is None else start)

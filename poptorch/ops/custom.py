@@ -125,7 +125,7 @@ class CPU:
         tensors = given.tensors((input, kwargs))
         function = HostFunction(self._name, self._function, given)
         on_host = tracer.host_state
-        with on_host.left_apart(), without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with on_host.excluding(), without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             example = function.result([torch.zeros(t.shape, dtype=t.dtype) for t in tensors])  # not of the program
         function.changes = frozenset(on_host.excluded)
         structure = structure_of(example, self._name)

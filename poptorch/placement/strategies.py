@@ -123,12 +123,14 @@ def _item_at(items: Sequence[_Item], index: int, what: str) -> _Item:
     return items[index]
 
 
-def _stages_of_phase(given: Sequence[Any]) -> list[Stage]:
-    if given and all(isinstance(each, str) for each in given):
-        return [Stage(*given)]
-    if given and all(isinstance(each, (Stage, list, tuple)) for each in given):
-        return [each if isinstance(each, Stage) else Stage(*each) for each in given]
-    raise AssertionError(f"Phase: it is made of {list(given)!r}; expected stages, or ids of blocks that are one stage.")
+def _stages_of_phase(stages: Sequence[Any]) -> list[Stage]:
+    if stages and all(isinstance(each, str) for each in stages):
+        return [Stage(*stages)]
+    if stages and all(isinstance(each, (Stage, list, tuple)) for each in stages):
+        return [each if isinstance(each, Stage) else Stage(*each) for each in stages]
+    raise AssertionError(
+        f"Phase: it is made of {list(stages)!r}; expected stages, or ids of blocks that are one stage."
+    )
 
 
 class _IExecutionStrategy(ABC):
@@ -176,22 +178,22 @@ class _IExecutionStrategy(ABC):
     def _listed(self, block_id: BlockId) -> tuple[Stage, int, int | None]:
         listed = {each: (stage, number, phase) for each, stage, number, phase in self.block_stages()}
         if block_id not in listed:
-            known = ", ".join(map(repr, listed)) or "none"
+            names = ", ".join(map(repr, listed)) or "none"
             raise AssertionError(
-                f"Unknown Block {block_id!r}: {type(self).__name__} does not list it; it lists {known}. Add the block "
+                f"Unknown Block {block_id!r}: {type(self).__name__} does not list it; it lists {names}. Add the block "
                 "to one of its stages."
             )
         return listed[block_id]
 
     def _check_listed_once(self) -> None:
-        seen: dict[BlockId, Stage] = {}
+        owner: dict[BlockId, Stage] = {}
         for block_id, stage, _, _ in self.block_stages():
-            if block_id in seen:
+            if block_id in owner:
                 raise AssertionError(
-                    f"{type(self).__name__}: block {block_id!r} is in {seen[block_id]} and in {stage}; expected it in "
+                    f"{type(self).__name__}: block {block_id!r} is in {owner[block_id]} and in {stage}; expected it in "
                     "one stage."
                 )
-            seen[block_id] = stage
+            owner[block_id] = stage
 
     @abstractmethod
     def backendOptions(self) -> dict[str, Any]:
@@ -228,15 +230,15 @@ class PipelinedExecution(_IExecutionStrategy):
             self.stages = [self._as_stage(each) for each in stages]  # type: ignore[union-attr]
         self._check_listed_once()
 
-    def _as_stage(self, given: object) -> Stage:
-        if isinstance(given, Stage):
-            return given
-        if isinstance(given, str):
-            return Stage(given)
-        if isinstance(given, (list, tuple)):
-            return Stage(*given)
+    def _as_stage(self, value: object) -> Stage:
+        if isinstance(value, Stage):
+            return value
+        if isinstance(value, str):
+            return Stage(value)
+        if isinstance(value, (list, tuple)):
+            return Stage(*value)
         raise AssertionError(
-            f"{type(self).__name__}: {given!r} is no stage; expected one `AutoStage`, or stages: `Stage`s, ids of "
+            f"{type(self).__name__}: {value!r} is no stage; expected one `AutoStage`, or stages: `Stage`s, ids of "
             "blocks, or lists of ids."
         )
 
@@ -266,8 +268,8 @@ class PipelinedExecution(_IExecutionStrategy):
         return f"{type(self).__name__}({', '.join(map(str, shown))})"
 
 
-def _is_list_of_stages(given: object) -> bool:
-    return isinstance(given, (list, tuple)) and not all(isinstance(each, str) for each in given)
+def _is_list_of_stages(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and not all(isinstance(each, str) for each in value)
 
 
 class ShardedExecution(PipelinedExecution):
@@ -306,15 +308,15 @@ class _IPhasedExecution(_IExecutionStrategy):
         self.separate_backward_phase = False
         self._check_listed_once()
 
-    def _as_phase(self, given: object) -> Phase:
-        if isinstance(given, Phase):
-            return given
-        if isinstance(given, (Stage, str)):
-            return Phase(given)
-        if isinstance(given, (list, tuple)):
-            return Phase(*given)
+    def _as_phase(self, value: object) -> Phase:
+        if isinstance(value, Phase):
+            return value
+        if isinstance(value, (Stage, str)):
+            return Phase(value)
+        if isinstance(value, (list, tuple)):
+            return Phase(*value)
         raise AssertionError(
-            f"{type(self).__name__}: {given!r} is no phase; expected a `Phase`, a `Stage`, the id of a block, or a "
+            f"{type(self).__name__}: {value!r} is no phase; expected a `Phase`, a `Stage`, the id of a block, or a "
             "list of stages or ids."
         )
 
@@ -362,8 +364,8 @@ class _IPhasedExecution(_IExecutionStrategy):
         return f"{type(self).__name__}({phases}, liveness={self.liveness.name}{separate})"
 
 
-def _is_list_of_phases(given: Sequence[object]) -> bool:
-    return not given or not all(isinstance(each, (str, Stage)) for each in given)
+def _is_list_of_phases(values: Sequence[object]) -> bool:
+    return not values or not all(isinstance(each, (str, Stage)) for each in values)
 
 
 class ParallelPhasedExecution(_IPhasedExecution):

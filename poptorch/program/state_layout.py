@@ -68,8 +68,8 @@ class StateLayout:
         self._rule, self._hyperparameters, self._groupings = rule, hyperparameters, groupings
         self.group_of = group_of
         self.counts = {name: f"{STEP}___{name}" if name in counted_apart else STEP for name in parameters}
-        own = (state for name, p in parameters.items() for state in self._of_parameter(name, p))
-        self.states = (*own, *self._common(automatic_loss_scaling))
+        own = (state for name, p in parameters.items() for state in self._parameter_states(name, p))
+        self.states = (*own, *self._common_states(automatic_loss_scaling))
 
     def key(self, parameter: str, number: str) -> Key:
         """Key of a parameter's hyperparameter: with its group, unless all groups share the number."""
@@ -85,18 +85,18 @@ class StateLayout:
         Args:
             values: result of `hyperparameters.values`.
         """
-        found: dict[str, dict[str, torch.Tensor]] = {}
+        states: dict[str, dict[str, torch.Tensor]] = {}
         for name in self.group_of:
             own = {}
-            for kept in self._rule.state_specs:
-                if (t := state.get(f"{kept.name}___{name}")) is not None:
-                    wide = t if kept.single else t.to(torch.promote_types(t.dtype, parameters[name].dtype))
-                    scale = self._state_scale(kept, name, values)
-                    own[kept.torch_name] = wide if scale == 1 else wide / scale
+            for spec in self._rule.state_specs:
+                if (t := state.get(f"{spec.name}___{name}")) is not None:
+                    value = t if spec.single else t.to(torch.promote_types(t.dtype, parameters[name].dtype))
+                    scale = self._state_scale(spec, name, values)
+                    own[spec.torch_name] = value if scale == 1 else value / scale
             if own:
                 count = {"step": state[self.counts[name]].clone()} if self._rule.counts else {}
-                found[name] = count | own
-        return found
+                states[name] = count | own
+        return states
 
     def from_torch(
         self,
@@ -111,22 +111,22 @@ class StateLayout:
             Error: if parameters whose steps the program counts together have made different numbers of them, and the
                 formula depends on these.
         """
-        found = {s.name: from_numpy(s.value) for s in self.states if s.name in wanted}
+        state_values = {s.name: from_numpy(s.value) for s in self.states if s.name in wanted}
         steps: dict[str, dict[str, float]] = {}
         unknown: set[str] = set()
         for name in self.group_of:
             own = state.get(parameters[name], {})
-            kept_here = [kept for kept in self._rule.state_specs if f"{kept.name}___{name}" in found]
-            for kept in kept_here:
-                if isinstance(t := own.get(kept.torch_name), torch.Tensor):
-                    scale = self._state_scale(kept, name, values)
-                    found[f"{kept.name}___{name}"] = t if scale == 1 else t * scale
-            if kept_here:
+            specs = [spec for spec in self._rule.state_specs if f"{spec.name}___{name}" in state_values]
+            for spec in specs:
+                if isinstance(t := own.get(spec.torch_name), torch.Tensor):
+                    scale = self._state_scale(spec, name, values)
+                    state_values[f"{spec.name}___{name}"] = t if scale == 1 else t * scale
+            if specs:
                 steps.setdefault(self.counts[name], {})[name] = float(own.get("step", 0))
-            unknown |= own.keys() - {"step", *(kept.torch_name for kept in self._rule.state_specs)}
+            unknown |= own.keys() - {"step", *(spec.torch_name for spec in self._rule.state_specs)}
         if unknown:
             logger.warning("Ignoring optimizer state that the program does not have: %s", ", ".join(sorted(unknown)))
-        return found | self._shared_counters(steps)
+        return state_values | self._shared_counters(steps)
 
     def convert_counters(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert step counts of a program state to this program's counters, which may be shared differently.
@@ -137,27 +137,27 @@ class StateLayout:
         steps: dict[str, dict[str, float]] = {}
         for name, count in self.counts.items():
             own = state.get(f"{STEP}___{name}", state.get(STEP))
-            if own is not None and any(f"{kept.name}___{name}" in state for kept in self._rule.state_specs):
+            if own is not None and any(f"{spec.name}___{name}" in state for spec in self._rule.state_specs):
                 steps.setdefault(count, {})[name] = float(own)
         others = {name: t for name, t in state.items() if not name.startswith(f"{STEP}___")}
         return others | self._shared_counters(steps)
 
     def _shared_counters(self, steps: Mapping[str, Mapping[str, float]]) -> dict[str, torch.Tensor]:
         """Shared step counters, from the steps of each parameter."""
-        for made in steps.values():
-            if not self.counts_alike(made):
-                shown = ", ".join(f"{made[name]:g} for {name}" for name in sorted(made, key=made.__getitem__))
+        for counts in steps.values():
+            if not self.counts_alike(counts):
+                text = ", ".join(f"{counts[name]:g} for {name}" for name in sorted(counts, key=counts.__getitem__))
                 raise createPoptorchError(
-                    f"The optimizer's state counts different numbers of steps: {shown}. The program counts one for all "
+                    f"The optimizer's state counts different numbers of steps: {text}. The program counts one for all "
                     f"of these. {RECOMPILE}"
                 )
-        return {count: torch.tensor(max(made.values())) for count, made in steps.items() if self._rule.counts}
+        return {count: torch.tensor(max(counts.values())) for count, counts in steps.items() if self._rule.counts}
 
     def counts_alike(self, steps: Mapping[str, float]) -> bool:
         """Whether a program can continue from these step counts: parameters sharing a counter must agree, unless counts
         have no effect.
         """
-        counts = {(self.counts[name], made) for name, made in steps.items()}
+        counts = {(self.counts[name], step) for name, step in steps.items()}
         return len(counts) == len({count for count, _ in counts}) or not self._step_matters
 
     @property
@@ -168,38 +168,38 @@ class StateLayout:
         makes_none = needs and not any(numbers.is_variable(key) or numbers.constants[key] for key in keys)
         return self._rule.takes_count and not makes_none
 
-    def _state_scale(self, kept: StateSpec, parameter: str, values: np.ndarray) -> float:
+    def _state_scale(self, spec: StateSpec, parameter: str, values: np.ndarray) -> float:
         """Scale factor of program state: velocities may have their own scale."""
-        if kept is not VELOCITY:
+        if spec is not VELOCITY:
             return 1.0
         key = self.key(parameter, "velocity_scaling")
         return self._hyperparameters.value(key, values)
 
     # Contents -------------------------------------------------------------------------------------------------------
 
-    def _of_parameter(self, name: str, parameter: torch.Tensor) -> Iterator[State]:
+    def _parameter_states(self, name: str, parameter: torch.Tensor) -> Iterator[State]:
         """Optimiser state of one parameter."""
         constants = self._hyperparameters.constants
         combined = constants[None, "use_combined_accum"]
-        for kept in self._rule.state_specs:
-            needs = self.key(name, kept.needs)
-            if kept.needs and not self._hyperparameters.is_variable(needs) and not constants[needs]:
+        for spec in self._rule.state_specs:
+            needs = self.key(name, spec.needs)
+            if spec.needs and not self._hyperparameters.is_variable(needs) and not constants[needs]:
                 continue
-            dtype = device_dtype(parameter.dtype) if combined else constants[None, kept.type_from]
-            start = kept.start if isinstance(kept.start, float) else constants[self.key(name, kept.start)]
-            if parameter.is_complex() and not kept.single:  # a number for each part
+            dtype = device_dtype(parameter.dtype) if combined else constants[None, spec.type_from]
+            start = spec.start if isinstance(spec.start, float) else constants[self.key(name, spec.start)]
+            if parameter.is_complex() and not spec.single:  # a number for each part
                 numbers = np.full((*parameter.shape, 2), start, np.float32).view(np.complex64)[..., 0]
             else:
-                shape = self._rows(name) if kept.single else tuple(parameter.shape)
+                shape = self._rows(name) if spec.single else tuple(parameter.shape)
                 numbers = np.full(shape, start, popxl.dtype.as_dtype(dtype).as_numpy())
-            yield State(f"{kept.name}___{name}", numbers, name)
+            yield State(f"{spec.name}___{name}", numbers, name)
 
     def _rows(self, name: str) -> tuple[int, ...]:
         """Leading host dimension of a grouped parameter: one row per replica group, if several."""
         grouping = self._groupings.get(name)
         return () if grouping is None or grouping.num_groups == 1 else (grouping.num_groups,)
 
-    def _common(self, automatic_loss_scaling: bool) -> Iterator[State]:
+    def _common_states(self, automatic_loss_scaling: bool) -> Iterator[State]:
         """Optimiser state shared by all parameters."""
         if self._rule.counts:
             yield from (

@@ -164,14 +164,14 @@ class Update:
         named = {"lossScaling_FLOAT": scale}
         for name in self.names:
             own = {number: numbers[self.layout.key(name, number)] for number in self._rule.numbers}
-            shown = {display_name(number): value for number, value in own.items()}
+            displayed = {display_name(number): value for number, value in own.items()}
             if self._rule is SGD:
                 rate = own["lr"] * (1 - own["dampening"])
-                shown |= {
+                displayed |= {
                     "scaledLearningRate0": rate / scale,
                     "weightDecayScaleFactor0": 1 - rate * own["weight_decay"],
                 }
-            named |= {f"{number}___specific___{name}": float(value) for number, value in shown.items()}
+            named |= {f"{number}___specific___{name}": float(value) for number, value in displayed.items()}
         return named
 
     # In a program ---------------------------------------------------------------------------------------------------
@@ -194,25 +194,25 @@ class Update:
 
     def shard_group(self, name: str, parameter: Stored) -> popxl.ReplicaGrouping | None:
         """Replica group whose members each update a shard of a parameter; `None` for whole updates."""
-        kept = [
+        stored = [
             parameter,
             *(s for k in self._rule.state_specs if (s := self.stored.get(f"{k.name}___{name}")) is not None),
         ]
-        return next((s.group for s in kept if s.group is not None), None) if self._rule.elementwise else None
+        return next((s.group for s in stored if s.group is not None), None) if self._rule.elementwise else None
 
     def loss_scale(self, values: popxl.Tensor | None, state: Tensors) -> float | popxl.Tensor:
         """Initial gradient of the loss: a number, or a float32 tensor of one element if variable."""
         scale = self.hyperparameters.operand((None, "loss_scaling"), values)
         return state[LOSS_SCALE_FACTOR] * scale if self.adjusts else scale
 
-    def largest(self, gradients: Tensors, pieces: Container[str] = ()) -> popxl.Tensor:
+    def largest(self, gradients: Tensors, sharded: Container[str] = ()) -> popxl.Tensor:
         """Largest gradient magnitude, a float32 tensor of one element; infinite if any NaN.
 
         Args:
             gradients: gradients by name of the parameter.
-            pieces: names of those that are sharded over replicas.
+            sharded: names of those that are sharded over replicas.
         """
-        return self._combined(largest_magnitude, gradients, "max", pieces)
+        return self._combined(largest_magnitude, gradients, "max", sharded)
 
     def __call__(
         self,
@@ -230,7 +230,7 @@ class Update:
                 reference.
             gradients: gradients by name, of the parameters' shapes and of any float type: reduced over micro-batches
                 and replicas, and scaled by `loss_scale`. A parameter without one is unchanged, and so is its state. For
-                parameters in `pieces`, the shard of this replica.
+                parameters in `sharded`, the shard of this replica.
             values: the vector of numbers, in the current graph.
             state: on-chip state of the optimiser, by name; in a subgraph, inputs by reference.
             largest: for automatic loss scaling, the largest magnitude of the float16 gradients before their reduction;
@@ -240,13 +240,13 @@ class Update:
         names = [name for name in self.names if name in gradients]
         if not names:
             return
-        places = {name: stored[name] if name in stored else Stored(parameters[name].spec) for name in names}
-        pieces = {name for name in names if self.shard_group(name, places[name]) is not None}
+        stored_weights = {name: stored[name] if name in stored else Stored(parameters[name].spec) for name in names}
+        sharded = {name for name in names if self.shard_group(name, stored_weights[name]) is not None}
         with popxl.in_sequence():
-            read = functools.cache(lambda key: self.hyperparameters.operand(key, values))
-            limit = read((None, "max_grad_norm"))
+            operand = functools.cache(lambda key: self.hyperparameters.operand(key, values))
+            limit = operand((None, "max_grad_norm"))
             clipped = {n: gradients[n] for n in names} if isinstance(limit, popxl.Tensor) or limit < math.inf else {}
-            scale = self._gradient_scale(clipped, limit, self.loss_scale(values, state), pieces)
+            scale = self._gradient_scale(clipped, limit, self.loss_scale(values, state), sharded)
             counts = dict.fromkeys([STEP, *(self.layout.counts[name] for name in names)]) if self._rule.counts else ()
             for count in counts:
                 ops.var_updates.accumulate_(state[count], popxl.constant(1.0, popxl.float32))
@@ -254,11 +254,11 @@ class Update:
             for name in names:
                 gradient = gradients[name]
                 with _at_reader(parameters.get(name, gradient), readers):
-                    self._step(name, parameters.get(name), gradient, scale, read, state, places[name])
-            half = [name for name in names if places[name].spec.dtype == popxl.float16]
+                    self._step(name, parameters.get(name), gradient, scale, operand, state, stored_weights[name])
+            half = [name for name in names if stored_weights[name].spec.dtype == popxl.float16]
             if self.adjusts and (half or largest is not None):
-                largest = self.largest({n: gradients[n] for n in half}, pieces) if largest is None else largest
-                adjust_loss_scale(state[LOSS_SCALE_FACTOR], largest, read((None, "loss_scaling")))
+                largest = self.largest({n: gradients[n] for n in half}, sharded) if largest is None else largest
+                adjust_loss_scale(state[LOSS_SCALE_FACTOR], largest, operand((None, "loss_scaling")))
 
     def _step(
         self,
@@ -266,50 +266,52 @@ class Update:
         parameter: popxl.Tensor | None,
         gradient: popxl.Tensor,
         scale: float | popxl.Tensor,
-        read: Callable[[Key], Any],
+        operand_of: Callable[[Key], Any],
         state: Tensors,
         stored: Stored,
     ) -> None:
         """Add the update op of one parameter."""
-        kept = {k.operand: f"{k.name}___{name}" for k in self._rule.state_specs}
-        places = {operand: self.stored[full] for operand, full in kept.items() if full in self.stored}
-        places["w"] = stored
-        held = {operand: parameter if operand == "w" else state.get(kept[operand]) for operand in places}
+        state_names = {k.operand: f"{k.name}___{name}" for k in self._rule.state_specs}
+        owners = {operand: self.stored[full] for operand, full in state_names.items() if full in self.stored}
+        owners["w"] = stored
+        current = {operand: parameter if operand == "w" else state.get(state_names[operand]) for operand in owners}
         group = self.shard_group(name, stored)
-        taken: dict[str, Any] = {
-            operand: place.load_for_update(held[operand], group) for operand, place in places.items()
+        loaded: dict[str, Any] = {
+            operand: owner.load_for_update(current[operand], group) for operand, owner in owners.items()
         }
-        others: dict[str, Any] = {operand: taken.get(operand) for operand in kept}
-        others |= {number: read(self.layout.key(name, number)) for number in self._rule.numbers}
+        others: dict[str, Any] = {operand: loaded.get(operand) for operand in state_names}
+        others |= {number: operand_of(self.layout.key(name, number)) for number in self._rule.numbers}
         if self._rule.takes_count:
             others["t"] = state[self.layout.counts[name]]
-        self._rule.step(taken["w"], gradient, **others, scale=scale)
-        for operand, place in places.items():
-            place.store_updated(taken[operand], held[operand], group)
+        self._rule.step(loaded["w"], gradient, **others, scale=scale)
+        for operand, owner in owners.items():
+            owner.store_updated(loaded[operand], current[operand], group)
 
     def _gradient_scale(
-        self, gradients: Tensors, limit: Any, loss_scale: float | popxl.Tensor, pieces: Container[str]
+        self, gradients: Tensors, limit: Any, loss_scale: float | popxl.Tensor, sharded: Container[str]
     ) -> float | popxl.Tensor:
         """Gradient scale factor: loss unscaling, and clipping if enabled."""
         if not gradients and isinstance(loss_scale, float):
             return 1 / loss_scale
-        squares = self._combined(sum_of_squares, gradients, "add", pieces) if gradients else None
+        squares = self._combined(sum_of_squares, gradients, "add", sharded) if gradients else None
         return gradient_scale(loss_scale, squares, limit)
 
-    def _combined(self, kind: popxl.OpKind, tensors: Tensors, over_groups: Any, pieces: Container[str]) -> popxl.Tensor:
+    def _combined(
+        self, kind: popxl.OpKind, tensors: Tensors, over_groups: Any, sharded: Container[str]
+    ) -> popxl.Tensor:
         """Reduce many tensors to one number, equal on all replicas, even for tensors that differ between replica
         groups, and for sharded ones.
         """
         sizes = {name: self._groupings[name].group_size if name in self._groupings else None for name in tensors}
-        sizes |= dict.fromkeys((name for name in tensors if name in pieces), 1)
-        parts = []
+        sizes |= dict.fromkeys((name for name in tensors if name in sharded), 1)
+        partial_results = []
         for size in dict.fromkeys(sizes.values()):
-            part = kind(*(t for name, t in tensors.items() if sizes[name] == size))
+            partial_result = kind(*(t for name, t in tensors.items() if sizes[name] == size))
             if size is not None:
-                part = ops.collectives.replicated_all_reduce(part, over_groups)
-                part = part / float(size) if over_groups == "add" else part
-            parts.append(part)
-        return functools.reduce(ops.add if over_groups == "add" else ops.maximum, parts)
+                partial_result = ops.collectives.replicated_all_reduce(partial_result, over_groups)
+                partial_result = partial_result / float(size) if over_groups == "add" else partial_result
+            partial_results.append(partial_result)
+        return functools.reduce(ops.add if over_groups == "add" else ops.maximum, partial_results)
 
 
 def _on_device(name: str, value: np.ndarray, grouping: popxl.ReplicaGrouping | None) -> Stored:

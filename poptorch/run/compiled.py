@@ -140,9 +140,9 @@ class Compiled:
         for i in self.rewritten:
             for j, other in enumerate(tensors):
                 if j != i and np.shares_memory(as_array(tensors[i]), as_array(other)):
-                    written, name = self.signature.leaves[i].name, self.signature.leaves[j].name
+                    target, name = self.signature.leaves[i].name, self.signature.leaves[j].name
                     raise createPoptorchError(
-                        f"The arguments {written} and {name} share memory, and the model overwrites {written}. In a "
+                        f"The arguments {target} and {name} share memory, and the model overwrites {target}. In a "
                         f"wrapped model each argument is a tensor of its own, so {name} would not change with it. Give "
                         "it a copy: `tensor.clone()`."
                     )
@@ -161,9 +161,9 @@ class Compiled:
             self.anchored = dict(zip(self._anchors, others, strict=False))
             self.write_back(tensors, results)
         if self.constants:
-            left = iter(of_model)
+            remaining = iter(of_model)
             count = self._count + len(self.constants)
-            of_model = [self.constants[i].clone() if i in self.constants else next(left) for i in range(count)]
+            of_model = [self.constants[i].clone() if i in self.constants else next(remaining) for i in range(count)]
         for t in of_model:
             t.__dict__.update(_OF_A_RESULT)
         return self.structure.rebuild(of_model, objects)
@@ -185,15 +185,15 @@ class Compiled:
 
     def _warn_of_changed_constants(self) -> None:
         """Warn once per changed host tensor that its change has no effect: the program contains its numbers."""
-        changed = [(each, what) for each in self._frozen if (what := each.change())]
+        changed = [(each, change) for each in self._frozen if (change := each.change())]
         self._frozen = [each for each in self._frozen if all(each is not other for other, _ in changed)]
-        for each, what in changed:
+        for each, change in changed:
             logger.warning(
                 "`%s` %s than when the model was compiled, which has no effect: its numbers are a part of the program. "
                 "Have the module own it as a buffer (`register_buffer`), or give it to the model as an argument. To "
                 "have the program made with what is there now, wrap the model anew.",
                 each.text,
-                what,
+                change,
             )
 
     def _run_exclusive(
@@ -203,13 +203,13 @@ class Compiled:
         with self._run_lock, self.session.debugging() if self._checks else nullcontext():
             try:
                 fetched = self.session.run(feeds)
-                found = {result.stream: fetched[result.stream] for result in self.io.outputs}
+                outputs = {result.stream: fetched[result.stream] for result in self.io.outputs}
             finally:
                 problems = self._problems.copy()
                 self._problems.clear()
         if problems:
             raise problems[0]
-        return found
+        return outputs
 
     # Attaching ------------------------------------------------------------------------------------------------------
 
@@ -237,9 +237,9 @@ class Compiled:
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
         """Device values of parameters and buffers by name, optionally only the named ones."""
-        found = self._fetched({n: v for n, v in self.io.variables.items() if names is None or n in names})
+        arrays = self._fetched({n: v for n, v in self.io.variables.items() if names is None or n in names})
         of_each_replica = self.io.written if self.session.ir.replication_factor > 1 else ()
-        return {name: array[0] if name in of_each_replica else array for name, array in found.items()}
+        return {name: array[0] if name in of_each_replica else array for name, array in arrays.items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
         """Overwrite parameter and buffer values on the device, only those given.
@@ -293,8 +293,8 @@ class Compiled:
             return {}
         replicas, count = self.batching.groups.replicas, self.batching.micro_batches
         arrays = [array if count > 1 else array[0] for array in self.counters.advance(count)]
-        given = [np.stack([array] * replicas) if replicas > 1 else array for array in arrays]
-        return dict(zip(self.io.counted, given, strict=True))
+        stacked = [np.stack([array] * replicas) if replicas > 1 else array for array in arrays]
+        return dict(zip(self.io.counted, stacked, strict=True))
 
     @property
     def _random(self) -> dict[tuple[str, str], Variable]:
@@ -349,9 +349,9 @@ class Compiled:
     @property
     def _persistent(self) -> dict[tuple[str, str], Variable]:
         io = self.io
-        found = {("weight", name): v for name, v in io.variables.items()}
-        found |= {("state", name): v for name, v in io.state.items()}
-        return found | self._random
+        variables = {("weight", name): v for name, v in io.variables.items()}
+        variables |= {("state", name): v for name, v in io.state.items()}
+        return variables | self._random
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
         self.version += 1
@@ -363,12 +363,12 @@ class Compiled:
     def _fetched(self, variables: Mapping[Name, Variable]) -> dict[Name, np.ndarray]:
         """Fetch variables from the device. Any process can independently fetch variables identical on all replicas."""
         wanted, store = list(variables.values()), self.session.store
-        found: Mapping[Any, np.ndarray] | None = None
+        values: Mapping[Any, np.ndarray] | None = None
         if store is not None and self.is_attached:
-            found = store.local_values(wanted)
-        if found is None:
+            values = store.local_values(wanted)
+        if values is None:
             try:
-                found = self.session.values_of(wanted)
+                values = self.session.values_of(wanted)
             except PopxlRuntimeError as problem:
                 if self.session.program.layout.divided is None:
                     raise
@@ -377,7 +377,7 @@ class Compiled:
                     "`useReplicatedTensorSharding`: all processes read them together. Call `model.copyWeightsToHost()` "
                     "in each process, and read the weights of the PyTorch model then."
                 ) from problem
-        return {name: np.asarray(found[v]) for name, v in variables.items()}
+        return {name: np.asarray(values[v]) for name, v in variables.items()}
 
 
 def _no_backward(*args: Any, **kwargs: Any) -> None:

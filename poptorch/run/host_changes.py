@@ -48,7 +48,7 @@ class HostChanges:
         self._paths = paths
         self._kinds = {id(vars(each)): original_class(each) for each in paths}
         own = {id(vars(each)) for each in paths if not is_users(type(each))}  # of PyTorch: a method may be new there
-        snapshots = HostState(module, None, around=False).snapshots
+        snapshots = HostState(module, None, with_functions=False).snapshots
         small = [s for s in snapshots if is_instance(s.holder, CONTAINERS) and len(s.contents) <= _MOST]
         self._users = [each for each in small if id(each.holder) not in own]
         self._frameworks = [each for each in small if id(each.holder) in own]

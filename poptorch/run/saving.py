@@ -199,7 +199,7 @@ def _call(compiled: Compiled) -> tuple[_CallingConvention, dict[str, torch.Tenso
     signature = compiled.signature
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in signature.leaves]
     args, kwargs = signature.arguments(meta)
-    places = [torch.empty(0, dtype=leaf.dtype, device="meta") for leaf in compiled.structure.leaves()]
+    placeholders = [torch.empty(0, dtype=leaf.dtype, device="meta") for leaf in compiled.structure.leaves()]
     tensors = {f"constants/{i}": t.contiguous() for i, t in compiled.constants.items()}
     tensors |= {f"read/{name}": t.contiguous() for name, t in compiled.read_buffers.items()}
     parameters: list[tuple[str, int, list[Any]]] = []
@@ -213,7 +213,7 @@ def _call(compiled: Compiled) -> tuple[_CallingConvention, dict[str, torch.Tenso
         parameters=parameters,
         args=to_data(list(args), "the arguments"),
         kwargs=to_data(kwargs, "the arguments"),
-        result=to_data(compiled.structure.rebuild(places, signature.objects(args, kwargs)), "the result"),
+        result=to_data(compiled.structure.rebuild(placeholders, signature.objects(args, kwargs)), "the result"),
         constants=list(compiled.constants),
         rewritten=list(compiled.rewritten),
         read=list(compiled.read_buffers),
@@ -312,21 +312,21 @@ class Saved:
         """Create a plain module with all parameters and buffers, whose `forward` runs on the device only."""
         assert self._about.model is not None
         module = torch.nn.Module()
-        made: dict[str, torch.Tensor] = {}
+        weights: dict[str, torch.Tensor] = {}
         for name, each in self._about.model.tensors.items():
-            if each.of not in made:
+            if each.of not in weights:
                 t = self._tensors[f"weights/{each.of}"]
-                made[each.of] = torch.nn.Parameter(t, each.requires_grad) if each.parameter else t
+                weights[each.of] = torch.nn.Parameter(t, each.requires_grad) if each.parameter else t
             *path, last = name.split(".")
-            place = module
-            for part in path:
-                if part not in place._modules:
-                    place.add_module(part, torch.nn.Module())
-                place = place.get_submodule(part)
+            owner = module
+            for path_name in path:
+                if path_name not in owner._modules:
+                    owner.add_module(path_name, torch.nn.Module())
+                owner = owner.get_submodule(path_name)
             if each.parameter:
-                place.register_parameter(last, made[each.of])  # type: ignore[arg-type]
+                owner.register_parameter(last, weights[each.of])  # type: ignore[arg-type]
             else:
-                place.register_buffer(last, made[each.of], each.persistent)
+                owner.register_buffer(last, weights[each.of], each.persistent)
         module.forward = self._forward()
         return module.train(self._about.model.training)
 
@@ -358,19 +358,19 @@ class Saved:
             raise createPoptorchError(
                 f"{self._name} was saved by a model for {kinds[self.training]}, and this one is for {kinds[training]}."
             )
-        have = host.tensors()
-        if missing := [name for name in self._io["variables"] if name not in have]:
+        tensors = host.tensors()
+        if missing := [name for name in self._io["variables"] if name not in tensors]:
             raise createPoptorchError(
                 f"{self._name} was saved by another model: this one has no {', '.join(missing)}; it has "
-                f"{', '.join(have) or 'no parameters'}."
+                f"{', '.join(tensors) or 'no parameters'}."
             )
 
     def prepare(self, trainer: Trainer, host: HostModel, options: Options) -> None:
         """Prepare a trainer using the saved optimiser settings."""
         assert self._about.optimizer is not None
         parameters = host.tensors()
-        apart = [name for name in parameters if f"{STEP}___{name}" in self._io["state"]]
-        trainer.prepare(parameters, options, made_with=self._about.optimizer, counted_apart=apart)
+        counted_apart = [name for name in parameters if f"{STEP}___{name}" in self._io["state"]]
+        trainer.prepare(parameters, options, made_with=self._about.optimizer, counted_apart=counted_apart)
 
     def compiled(self, host: HostModel, options: Options) -> Compiled:
         """Create the compiled model, for a model whose `forward` has identical parameters."""
@@ -414,17 +414,17 @@ def _io_to_data(io: ProgramIO) -> Any:
     return to_data(pytree.tree_map(_reference, vars(io) | others), "io")
 
 
-def _reference(part: Any) -> Any:
-    if isinstance(part, Variable):
-        return "Variable", part.id
-    is_stream = isinstance(part, popxl.HostToDeviceStream | popxl.DeviceToHostStream)
-    return (type(part).__name__, part.tensor_id) if is_stream else part
+def _reference(item: Any) -> Any:
+    if isinstance(item, Variable):
+        return "Variable", item.id
+    is_stream = isinstance(item, popxl.HostToDeviceStream | popxl.DeviceToHostStream)
+    return (type(item).__name__, item.tensor_id) if is_stream else item
 
 
 def _io_within(session: popxl.Session, io: Any) -> ProgramIO:
     """Streams and variables of a loaded session, for those of a file."""
     streams = (*session.expected_inputs(), *session.create_host_outputs())
-    places = {_reference(part): part for part in (*session.ir.main_graph.variables, *streams)}
-    found = pytree.tree_map_only(tuple, places.__getitem__, io, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    outputs = [Result(stream, tuple(shape), *others) for stream, shape, *others in found["outputs"]]
-    return ProgramIO(**found | {"written": frozenset(found["written"]), "outputs": outputs})
+    by_reference = {_reference(item): item for item in (*session.ir.main_graph.variables, *streams)}
+    loaded = pytree.tree_map_only(tuple, by_reference.__getitem__, io, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    outputs = [Result(stream, tuple(shape), *others) for stream, shape, *others in loaded["outputs"]]
+    return ProgramIO(**loaded | {"written": frozenset(loaded["written"]), "outputs": outputs})

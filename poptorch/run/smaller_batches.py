@@ -143,8 +143,8 @@ class SmallerBatches:
                 program.write_back(tensors, results[-1])
                 continue
             assert isinstance(self._model, Compiled)
-            joined = results[0] if len(runs) == 1 else self._combine_results(self._model, results)
-            result = program.rebuilt(tensors, joined, objects)
+            combined = results[0] if len(runs) == 1 else self._combine_results(self._model, results)
+            result = program.rebuilt(tensors, combined, objects)
             self._model.anchored = program.anchored
         return result
 
@@ -162,27 +162,27 @@ class SmallerBatches:
                 self._model.write_persistent_state(program.persistent_state())
             self._versions[program] = self._model.version
 
-    def _combine_results(self, whole: Compiled, parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _combine_results(self, model: Compiled, runs: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
         """Combine results of several runs into a single run's results; overwritten arguments come from the last run."""
         anchors = self._options.anchored_tensors
-        results = whole.io.outputs[: len(whole.io.outputs) - len(whole.rewritten)]
-        joined: list[torch.Tensor] = []
-        for result, *values in zip(results, *parts, strict=False):
+        results = model.io.outputs[: len(model.io.outputs) - len(model.rewritten)]
+        combined: list[torch.Tensor] = []
+        for result, *values in zip(results, *runs, strict=False):
             mode = anchors[result.anchor].output_mode if result.anchor else None
             match self._options.output_mode if mode is None else mode:
                 case _ if result.count > 1:  # each micro-batch has one
-                    joined.append(torch.cat([torch.atleast_1d(value) for value in values]))
+                    combined.append(torch.cat([torch.atleast_1d(value) for value in values]))
                 case OutputMode.Sum if len({value.shape for value in values}) == 1:
-                    joined.append(torch.stack(values).sum(0, dtype=values[0].dtype))
+                    combined.append(torch.stack(values).sum(0, dtype=values[0].dtype))
                 case OutputMode.Final:
-                    joined.append(values[-1])
+                    combined.append(values[-1])
                 case mode:
                     raise createPoptorchError(
-                        f"A batch with fewer rows than the model was compiled for is run in {len(parts)} parts, whose "
+                        f"A batch with fewer rows than the model was compiled for is run in {len(runs)} parts, whose "
                         f"results have the shapes {', '.join(str(list(value.shape)) for value in values)}: with "
                         f"OutputMode.{mode.name} there is no result of them. Choose OutputMode.All or OutputMode.Final."
                     )
-        return joined + parts[-1][len(joined) :]
+        return combined + runs[-1][len(combined) :]
 
     def close(self) -> None:
         """Release all devices. Subsequent calls recompile."""

@@ -214,7 +214,7 @@ class SGD(Optimizer, torch.optim.SGD):
         >>> optimizer = SGD(params, lr=0.1, momentum=0.9, use_combined_accum=True, velocity_scaling=1024.0)
     """
 
-    _own = {
+    _extras = {
         "loss_scaling": 1.0,
         "velocity_scaling": 1.0,
         "use_combined_accum": False,
@@ -269,7 +269,7 @@ class Adam(Optimizer, torch.optim.Adam):
         >>> optimizer = Adam(params, lr=0.001, max_grad_norm=1.0)
     """
 
-    _own = {**_ADAPTIVE, "max_grad_norm": math.inf}
+    _extras = {**_ADAPTIVE, "max_grad_norm": math.inf}
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
         >>> optimizer = AdamW(params, lr=0.001, weight_decay=0.1)
     """
 
-    _own = {**_ADAPTIVE, "max_grad_norm": math.inf, "bias_correction": True}
+    _extras = {**_ADAPTIVE, "max_grad_norm": math.inf, "bias_correction": True}
 
     def __init__(
         self,
@@ -361,7 +361,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         >>> optimizer = RMSprop(params, lr=0.01, momentum=0.9, use_tf_variant=True)
     """
 
-    _own = {**_ADAPTIVE, "use_tf_variant": False}
+    _extras = {**_ADAPTIVE, "use_tf_variant": False}
 
     def __init__(
         self,
@@ -432,7 +432,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         >>> optimizer = LAMB(params, lr=0.01, max_weight_norm=10.0)
     """
 
-    _own = {**_ADAPTIVE, "bias_correction": True, "max_weight_norm": 65500.0}
+    _extras = {**_ADAPTIVE, "bias_correction": True, "max_weight_norm": 65500.0}
     _defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
     def __init__(

@@ -22,7 +22,7 @@ _SIZES = (64, 256, 1024)
 _VECTOR = 1 << 25
 """Elements, of 128 MiB: more than the caches of a machine hold."""
 MOST_SECONDS = 1.5
-"""How long each figure is measured, at most."""
+"""Maximum seconds of measuring each figure."""
 
 
 def calibrate(path: Path) -> Page:
@@ -80,7 +80,7 @@ def _best(run: Callable[[], Any]) -> float:
 
 
 def _product_rate(size: int) -> float:
-    """Operations a second of a square product, several of which follow each other in one call."""
+    """Operations per second of a square product, from a chain of several in one call."""
     iterations = max(1, 2**24 // size**2 // 4)
     x = jnp.ones((size, size), jnp.float32) / size
     chain = jax.jit(lambda x: jax.lax.fori_loop(0, iterations, lambda _, y: y @ x, x))

@@ -165,8 +165,8 @@ def _options_of_plan(arguments: Sequence[str]) -> Sequence[str]:
 
 
 def _options_of_check(arguments: Sequence[str]) -> tuple[Sequence[str], dict[str, Any]]:
-    """Split `--run` and `--json`, directly before or after the file, off the arguments of `check`: the other arguments,
-    and what the options mean for `CommandArgs`. The second of the same option is the program's.
+    """Split `--run` and `--json`, directly before or after the file, off the arguments of `check`. Returns the other
+    arguments, and fields of `CommandArgs` for these options. A repeated option is the program's.
     """
     if arguments[:1] != ["check"]:
         return arguments, {}
@@ -174,8 +174,8 @@ def _options_of_check(arguments: Sequence[str]) -> tuple[Sequence[str], dict[str
     for i in (1, 2):  # at the place of the file, and after it
         while i < len(rest):
             name, _, value = rest[i].partition("=")
-            if name == "--run" and "alone" not in found:
-                found["alone"] = shlex.split(value)
+            if name == "--run" and "single_replica_args" not in found:
+                found["single_replica_args"] = shlex.split(value)
             elif rest[i] == "--json" and "as_json" not in found:
                 found["as_json"] = True
             else:

@@ -1,4 +1,4 @@
-"""Comparison of a program on many replicas with the same program on one: both run on the CPU.
+"""Comparison of a program on many replicas with its single-replica version: both run on the CPU.
 
 Both get the same global batch and start with the same variables. Shards are assembled before the comparison.
 """
@@ -27,12 +27,12 @@ Axes = Mapping[str, int]
 Feeds = Mapping[str, Any]
 
 DRAWS = 17
-"""Seed of the feeds that are drawn."""
+"""Seed of randomly drawn feeds."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A number that differs between a program of many replicas and that of one.
+    """Difference between the programs of many replicas and of one, at the first element that differs.
 
     Attributes:
         what: the variable or the output stream, by name.
@@ -240,7 +240,7 @@ class _Experiment:
         return batches
 
     def _sharded(self, name: str, array: Array, session: Session) -> Array:
-        """A global batch as the session of many replicas takes it."""
+        """Shards of a global batch, as the replicated session takes them."""
         single, replicated = self.inputs[name]
         along = self._along(name, single.shape, replicated.shape)
         rows = array.reshape(-1, *single.shape)
@@ -289,7 +289,7 @@ class _Experiment:
     # Variables
 
     def _begin_alike(self) -> None:
-        """Give the variables of many replicas the initial values of one, before a session has them."""
+        """Initialize variables of the replicated program from the single-replica program, before a session has them."""
         for name, (v, w) in [*self.variables.items()]:
             value, groups, axis = v.numbers(), w.replica_grouping.num_groups, _axis(v, w)
             is_order_known = w.group_axis is not None or groups in self.axes.values()
@@ -400,7 +400,7 @@ def _axis(single: Variable, replicated: Variable) -> int | None:
 
 
 def _assembled(single: Variable, replicated: Variable, data: Array) -> Iterator[Array]:
-    """Whole values of a variable of many replicas: of each replica that has a copy, as far as these are read."""
+    """Assembled values of a replicated variable: one for each copy that is read."""
     grouping, axis = replicated.replica_grouping, _axis(single, replicated)
     is_of_all = replicated.retrieval_mode == "all_replicas" and grouping.group_size > 1
     if not is_of_all:

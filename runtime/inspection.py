@@ -89,7 +89,7 @@ def _loops(program: CompiledProgram) -> tuple[LoopReport, ...]:
 
 
 def _offloaded(main: Graph, program: CompiledProgram, memory: Memory) -> str | None:
-    """What becomes of offloaded tensors, in a sentence or two; `None` without any, and where both memories are one."""
+    """Fate of offloaded tensors, in a sentence or two; `None` without any, and for a single memory."""
     is_cpu = program.layout.compile_target.platform == "cpu"
     if is_cpu or not any(offloads(graph.ops) for graph in reachable(main)):
         return None
@@ -125,7 +125,7 @@ _MULTIPLYING = {
     "tpu": {"highest": "six passes of bfloat16", "high": "three passes of bfloat16", "default": "one pass of bfloat16"},
     "gpu": {"highest": "float32", "high": "TensorFloat-32", "default": "TensorFloat-32"},
 }
-"""What machines multiply float32 numbers with, at each precision."""
+"""Arithmetic of float32 products, by platform and precision."""
 
 
 def _precision(level: str, platform: str) -> str | None:

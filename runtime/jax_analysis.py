@@ -190,7 +190,7 @@ def _shardings(executable: Any) -> list[Any]:
 
 
 def _on_target(leaf: Any, target: Target) -> Any:
-    """An argument as a type; one that is sharded over devices of another machine, over the same places of the target.
+    """Argument type; shardings over devices of another machine become shardings over the same positions of the target.
 
     Other arguments, including static ones, are passed unchanged.
     """

@@ -25,7 +25,7 @@ from popxl.base.log import Logger
 _log = Logger("session")
 
 NEWEST_TESTED = (0, 12)
-"""The newest version of JAX with which all tests have passed. The oldest is in `pyproject.toml`."""
+"""Newest version of JAX that passed all tests. The oldest is in `pyproject.toml`."""
 
 
 @cache

@@ -48,7 +48,7 @@ class OptimizerData(BaseModel):
         kind = next(name for c in type(optimizer).__mro__ for name, known in _CLASSES.items() if c is known)
         names = {id(p): name for name, p in parameters.items()}
         accepted = inspect.signature(_CLASSES[kind]).parameters
-        own = {name: value for name, value in vars(optimizer).items() if name in getattr(optimizer, "_own", ())}
+        own = {name: value for name, value in vars(optimizer).items() if name in getattr(optimizer, "_extras", ())}
         numbers = optimizer.defaults | own
         attributes = getattr(optimizer, "variable_attrs", None)
         return cls(

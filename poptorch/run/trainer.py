@@ -259,7 +259,7 @@ def _size(group: Mapping[str, Any]) -> int:
 
 def _settings(optimizer: torch.optim.Optimizer) -> Settings:
     """Hyperparameters and sizes of groups. A comparison takes a microsecond: parameter lists are identical objects."""
-    own = [vars(optimizer).get(name) for name in getattr(optimizer, "_own", ())]
+    own = [vars(optimizer).get(name) for name in getattr(optimizer, "_extras", ())]
     return own, optimizer.param_groups, list(map(_size, optimizer.param_groups))
 
 

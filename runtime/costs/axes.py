@@ -65,7 +65,7 @@ def axes_of(program: CompiledProgram, collectives: Sequence[Collective], wires: 
 
 
 def _varying_dimensions(collective: Collective, shape: Sequence[int]) -> tuple[int, ...]:
-    """Dimensions in which the members of a group differ."""
+    """Varying dimensions among the members of a group."""
     if not collective.groups:
         return tuple(range(len(shape)))
     places = {np.unravel_index(each, shape) for each in collective.groups[0] if each < math.prod(shape)}

@@ -145,7 +145,7 @@ def _graph_changes(before: Cost, after: Cost) -> Iterator[CostChange]:
 
 
 def _collective_changes(before: Cost, after: Cost) -> Iterator[CostChange]:
-    """Changes of collectives by source line. One that only moved to another line has not changed."""
+    """Changes of collectives by source line; a collective moved to another line is unchanged."""
     changed = _unmatched(before.uses, after.uses, lambda use: use.model_copy(update={"source": ""}))
     (old_bytes, new_bytes), (old_counts, new_counts) = (
         [_summed(uses, attribute) for uses in changed] for attribute in ("bytes", "count")
@@ -176,8 +176,8 @@ _LINE_QUANTITIES = {
 
 
 def _line_changes(before: Cost, after: Cost) -> Iterator[CostChange]:
-    """Changes by source line: its work and memory, and what it computes. One that only moved has not changed.
-    Files of earlier versions have none."""
+    """Changes by source line of work, memory and computed quantities; moved lines are unchanged. Files of earlier
+    versions have none."""
     if not (before.lines and after.lines):
         return
     for old, new in _line_pairs(before.lines, after.lines):
@@ -191,8 +191,8 @@ def _line_changes(before: Cost, after: Cost) -> Iterator[CostChange]:
 
 
 def _line_pairs(before: Sequence[LineCost], after: Sequence[LineCost]) -> Iterator[tuple[LineCost, LineCost]]:
-    """Changed lines, before and after. Lines of equal cost match, at any position in a file; the others are paired by
-    line numbers, or in order if their number is unchanged."""
+    """Pairs of changed lines, before and after. Lines of equal cost match, at any position in a file; others are paired
+    by line numbers, or in order if their number is unchanged."""
     named_before, named_after = ([line for line in lines if line.line] for lines in (before, after))
     changed = _unmatched(named_before, named_after, _file_and_cost)
     old, new = ({line.line: line for line in lines} for lines in changed)
@@ -207,7 +207,8 @@ def _line_pairs(before: Sequence[LineCost], after: Sequence[LineCost]) -> Iterat
 
 
 def _unmatched(before: Iterable[R], after: Iterable[R], key: Callable[[R], Hashable]) -> tuple[list[R], list[R]]:
-    """Records of either program without an equal record, or one with the same `key` (a moved line), in the other."""
+    """Unmatched records of both programs: those without an equal record, or one of equal `key` (a moved line), in the
+    other program."""
     old, new = list(before), list(after)
     keys: tuple[Callable[[R], Hashable], ...] = (lambda record: record.model_dump_json(), key)
     for key_of in keys:  # what is equal is no candidate for what has moved
@@ -217,7 +218,7 @@ def _unmatched(before: Iterable[R], after: Iterable[R], key: Callable[[R], Hasha
 
 
 def _without(records: Iterable[R], excluded: Counter[Hashable], key: Callable[[R], Hashable]) -> list[R]:
-    """Records without as many of each key as `excluded` has."""
+    """Records that remain after removing as many of each key as `excluded` has."""
     remaining, kept = excluded.copy(), list[R]()
     for record in records:
         if remaining[key(record)]:

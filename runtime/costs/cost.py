@@ -21,7 +21,7 @@ from runtime.costs.step_timeline import StepTimeline
 
 
 class CollectiveCost(Record):
-    """All collectives of one kind.
+    """Cost of all collectives of one kind.
 
     Attributes:
         count: number of executions in a run.
@@ -52,7 +52,7 @@ class CollectiveUse(Record):
 
 
 class IpuCost(Record):
-    """Cost of one IPU that is a separate device.
+    """Cost of an IPU as a separate device.
 
     Attributes:
         ipu: number of the IPU.

@@ -36,7 +36,7 @@ def texts(program: CompiledProgram) -> dict[str, str]:
 
 
 def _unused(name: str, names: Mapping[str, object]) -> str:
-    """An unused name: `name`, or `name` with a number."""
+    """Unused variant of a name: `name` itself, or `name` with a number."""
     number = 1
     while (numbered := f"{name} ({number})" if number > 1 else name) in names:
         number += 1

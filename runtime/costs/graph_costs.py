@@ -47,7 +47,8 @@ _SENT = {
     "reduce-scatter": lambda n: (n - 1) / n,
     "all-to-all": lambda n: (n - 1) / n,
 }
-"""How much of its bytes a chip sends in a collective of n chips, if each sends to its neighbour only."""
+"""Bytes sent by a chip in a collective of n chips, as a share of its bytes, if each chip sends to its neighbour
+only."""
 
 
 def _bytes_sent(collective: Collective, all_replicas: int) -> int:

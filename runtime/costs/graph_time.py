@@ -49,7 +49,7 @@ class GraphTime:
 
 
 class GraphKernel(NamedTuple):
-    """One dispatch of a graph in a run.
+    """Kernel of a graph in a run: one dispatch.
 
     Attributes:
         work: work of a kernel; `None` for collectives.

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 HOST = 5
-"""The number of the host's memory. 0 is the memory of the device; others are on the chip."""
+"""Memory space number of the host. 0 is device memory; others are on the chip."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Instruction:
 
     @property
     def users(self) -> Iterator[Instruction]:
-        """Instructions with this one as an operand, directly or through a bitcast."""
+        """Users of this instruction, directly or through a bitcast."""
         for each in self.computation.instructions.values():
             if self.name in each.arguments:
                 if each.opcode == "bitcast":
@@ -310,8 +310,8 @@ def _user_lines(text: str) -> dict[str, str]:
 
 
 def _line_of_parts(instruction: Instruction) -> str:
-    """Source line of an instruction that XLA derived from others: that of its fusion's result, or of its first operand
-    that has one; "" if none has."""
+    """Source line of an instruction that XLA derived: of its fusion's result, or of the first operand that has one; ""
+    if none has."""
     sources = (*(called.root for called in instruction.called), *instruction.operands)
     return next((each.line for each in sources if each is not None and each.line), "")
 

@@ -9,7 +9,7 @@ from runtime.costs.work import is_kernel, work_of
 
 
 class HostCopies(NamedTuple):
-    """How often a run copies between the two memories.
+    """Number of copies between device and host memory in a run.
 
     Attributes:
         overlapped: while other kernels run.

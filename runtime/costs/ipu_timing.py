@@ -69,7 +69,7 @@ def timing_of(
 
 
 class _Arrival(NamedTuple):
-    """Stands for an array: the IPU that holds it, the time since when, and its bytes."""
+    """Arrival of an array: its IPU, the time from which it is there, and its bytes."""
 
     ipu: int
     time: float
@@ -141,8 +141,8 @@ class _SimulatedRun(Run):
     def _extrapolate(
         self, iterations: int, ends: list[float], before: Timing, arrivals: Iterable[dict[Any, _Arrival]]
     ) -> None:
-        """Extrapolate by `iterations` from the simulated iterations, which end at the times `ends`; `before` is the
-        timing up to the last of these."""
+        """Extrapolate the simulated iterations by `iterations` further ones. `ends` are end times of the simulated
+        ones, `before` the timing up to the last of these."""
         half = len(ends) // 2
         passed = iterations * (ends[-1] - ends[half - 1]) / (len(ends) - half)
         self.free.update([(ipu, time + passed) for ipu, time in self.free.items()])
@@ -159,7 +159,7 @@ class _SimulatedRun(Run):
         return _Arrival(ipu, time, self.replicas * size_in_bytes(t))
 
     def copy_to_ipu(self, array: _Arrival, ipu: int) -> _Arrival:
-        """Copy a value to another IPU, once it is there and the link is free."""
+        """Copy a value to another IPU, as soon as it is available and the link is free."""
         link = array.ipu, ipu
         end = self.links[link] = max(array.time, self.links[link]) + self.copying(array.bytes)
         self.timing.copies += 1

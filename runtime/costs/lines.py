@@ -14,7 +14,7 @@ from runtime.lowering.scopes import source_of
 
 
 class LineCost(Record):
-    """Work of the kernels of one source line in one run, on one chip. A fusion counts at the line of its result.
+    """Work of one source line's kernels in one run, on one chip. A fusion counts at the line of its result.
 
     Attributes:
         line: the line, `train.py:12`; "" for kernels whose line XLA does not say.
@@ -79,7 +79,7 @@ def lines_of(modules: Sequence[tuple[Module, int]]) -> tuple[LineCost, ...]:
 
 
 def live_buffers(module: Module) -> dict[str, list[Buffer]]:
-    """Buffers live at the peak of an executable, by the lines that write them."""
+    """Live buffers at an executable's peak, by the lines that write them."""
     schedule = schedule_of(module)
     live = schedule.live_bytes()
     at_peak = schedule.live_at(live.index(max(live))) if live else ()
@@ -87,7 +87,7 @@ def live_buffers(module: Module) -> dict[str, list[Buffer]]:
 
 
 def _kinds(module: Module) -> Iterator[tuple[str, str, int]]:
-    """What the executed instructions compute: their lines, operations with dtypes, and how often."""
+    """Kinds of executed instructions: lines, operations with dtypes, and counts."""
     for instruction, times in module.entry.runs(inside_fusions=True):
         if instruction.opcode not in _PLAIN and not instruction.opcode.endswith("-done"):
             is_typed = instruction.results and instruction.kind not in ("fusion", "conditional", "while")

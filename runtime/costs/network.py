@@ -23,7 +23,7 @@ Place = tuple[int, ...]
 
 
 class LinkSpan(NamedTuple):
-    """How far a group of chips reaches at one level.
+    """Reach of a group of chips at one level.
 
     Attributes:
         size: number of members of the group, or units of the level below, that these links join.
@@ -52,7 +52,7 @@ class CollectiveTime(NamedTuple):
 
 
 def spans_of(chip: Chip, members: Sequence[Place], chips: Sequence[Place]) -> tuple[LinkSpan, ...]:
-    """How a group of chips lies on the wires: levels that join more than one, the fastest first.
+    """Levels of links that join more than one chip of a group, fastest first.
 
     Args:
         members: places of the members of the group.
@@ -146,7 +146,7 @@ def _all_reduce(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> tuple[f
 
 
 def _gather(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> tuple[float, str]:
-    """Time of an all-gather, or of a reduce-scatter, its reverse."""
+    """Time of an all-gather or a reduce-scatter, its reverse."""
     total, names = 0.0, []
     for span in spans:
         part = (span.size - 1) / span.size * nbytes
@@ -157,13 +157,13 @@ def _gather(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> tuple[float
 
 
 def _tree(chip: Chip, nbytes: float, span: LinkSpan) -> float:
-    """Time of a broadcast from one chip, or a sum at one chip."""
+    """Time of a broadcast from, or a sum at, one chip."""
     steps = _steps(span) if span.extents else math.ceil(math.log2(span.size))
     return steps * span.link.latency + nbytes / _inward(chip, span)
 
 
 def _all_to_all(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> float:
-    """What goes over each level goes at the same time."""
+    """Time of an all-to-all: transfers over all levels are simultaneous."""
     count, beyond, times = math.prod(span.size for span in spans), 1, []
     for span in spans:
         own = beyond

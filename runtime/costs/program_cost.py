@@ -1,4 +1,4 @@
-"""`cost_of`: the cost of a compiled program, from the HLO of its executables and the figures of the chip.
+"""`cost_of`: cost of a compiled program, from the HLO of its executables and figures of the chip.
 
 Further sums over the same executables: work, copies between IPUs, copies between host and device.
 """
@@ -36,7 +36,7 @@ from runtime.targets.chip import Chip, Tpu
 
 
 class ExecutableRuns(NamedTuple):
-    """One executable of a program, and its runs.
+    """Executable of a program, with its number of runs.
 
     Attributes:
         structure: structure of the plan's segments that it runs; `None` for other executables.
@@ -92,7 +92,7 @@ def cost_of(program: CompiledProgram) -> Cost:
 def cost_of_executable(
     name: str, module: Module, sizes: Any, chip: Chip | None, devices: Sequence[Any], seconds: float, kind: str
 ) -> Cost:
-    """Compute the cost of one executable that is not an Ir's.
+    """Compute the cost of an executable that belongs to no Ir.
 
     Args:
         sizes: XLA's memory analysis of it.
@@ -174,7 +174,7 @@ def _times(
     seconds: Callable[[str], float],
     replicas: int,
 ) -> dict[str, Any]:
-    """Time of a run, of its graphs, and with products of other precisions.
+    """Times of a run and of its graphs, also with products of other precisions.
 
     Args:
         host: bytes between a chip and its host, by graphs.
@@ -210,7 +210,7 @@ def _cycles(program: CompiledProgram, chip: Chip | None, executables: Sequence[E
 
 
 def _variable_names(program: CompiledProgram) -> dict[str, str]:
-    """Names of the variables in arguments of a program, by those that JAX gives to arguments."""
+    """Variable names, by the names that JAX gives to a program's arguments."""
     layout = program.layout
     return {
         f"{role}[{i}]": _listed([t.name for t in block.tensors])
@@ -257,7 +257,7 @@ def copies_of(program: CompiledProgram) -> Timing:
 
 
 def _timing(program: CompiledProgram, chip: Chip | None, seconds: Callable[[Structure], float]) -> Timing:
-    """Timing of the IPUs of a program, if each IPU is a separate device."""
+    """Timing of IPUs that are separate devices."""
     layout = program.layout
     buffers = ((buffer, bytes) for buffer, (bytes, _) in layout.bytes_of_buffers().items())
     sizes: list[tuple[Channel, int]] = [*layout.bytes_of_streams().items(), *buffers]

@@ -1,4 +1,4 @@
-"""Schedule of a run of a compiled program: kernels one after the other, and asynchronous operations beside them.
+"""Schedule of a compiled program's run: sequential kernels, and asynchronous operations that overlap with them.
 
 XLA has ordered the instructions. The chip runs kernels in this order. Operations with a `-start` overlap with them
 until their `-done`, where the chip waits: collectives over the links, copies to and from host memory. Other collectives
@@ -63,7 +63,7 @@ class _StepWalk:
         self.times = 1
 
     def computation(self, computation: Computation, times: int) -> None:
-        """Run a computation, which is run `times` times in all."""
+        """Schedule a computation that runs `times` times in all."""
         outer, self.times = self.times, times
         for instruction in computation.instructions.values():
             self._run(instruction)
@@ -168,7 +168,7 @@ class _StepWalk:
             self.inclusive[name] += self.times * seconds
 
     def _span(self, lane: str, name: str, start: float, end: float) -> None:
-        """Add a span, merged with the previous one if they are alike."""
+        """Append a span, merged with the previous one if both are alike."""
         before = self.spans[-1] if self.spans else None
         if before is not None and (before.lane, before.name) == (lane, name) and start - before.end <= 1e-9:
             self.spans[-1] = before.model_copy(update={"end": end})

@@ -15,7 +15,7 @@ LONGEST_TIMELINE = 400
 
 
 class StepSpan(Record):
-    """Activity of a chip in a part of a run.
+    """Activity of a chip during part of a run.
 
     Attributes:
         lane: "kernels", or asynchronous operations: "network", "host", "copies".
@@ -92,7 +92,7 @@ class StepTimeline(OnPage, Record):
         return Page(f"A run of {seconds_text(self.seconds)}, estimated", parts)
 
     def picture(self) -> Picture:
-        """Timeline with a lane for kernels and one for each kind of asynchronous operation."""
+        """Timeline picture with one lane for kernels, and one per kind of asynchronous operation."""
         return bars("A run, estimated", ((s.lane, s.name, s.start, s.end) for s in self.spans))
 
 

@@ -25,7 +25,7 @@ _NOTHING = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier domain "
     "add-dependency while conditional call async-start".split()
 )
-"""Instructions that are no kernel: they run nothing, or others."""
+"""Instructions that are no kernels: they run nothing, or other instructions."""
 
 _ELEMENTWISE = frozenset(
     "abs add and atan2 cbrt ceil clamp compare convert cosine divide erf exponential exponential-minus-one floor "
@@ -41,7 +41,7 @@ _DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float
 _SLICES = frozenset({"dynamic-slice", "slice", "gather"})
 
 _REARRANGED = frozenset({"bitcast", "broadcast", "copy", "reshape", "reverse", "transpose"})
-"""Instructions each element of whose result is one of their operand's."""
+"""Instructions that rearrange elements: each element of the result is one of the operand."""
 
 
 class Collective(NamedTuple):
@@ -224,7 +224,8 @@ def _add_operations(instruction: Instruction, work: Work) -> None:
 
 
 def _sized_product(instruction: Instruction, operands: list[Shape], result: Shape) -> SizedProduct | None:
-    """Matrix product of an instruction; `None` if it computes none. A convolution is one of a matrix of its windows."""
+    """Matrix product of an instruction; `None` if there is none. Convolutions count as products with a matrix of
+    windows."""
     target = instruction.target if instruction.kind == "custom-call" else ""
     if instruction.kind == "dot" or ("cublas" in target and operands):
         if instruction.kind == "dot":
@@ -375,7 +376,7 @@ def _traffic(instruction: Instruction) -> Iterator[tuple[int, int]]:
 
 
 def _elements_read(fused: Computation) -> Counter[Instruction]:
-    """How many elements of each instruction of a fusion the results need: of what is sliced later, those of the slice.
+    """Elements of each instruction of a fusion that the results need; for sliced values, those of the slice.
 
     A fusion computes, and reads, no others. An element that several instructions need counts for each of them, up to
     the size of the whole.
@@ -390,7 +391,7 @@ def _elements_read(fused: Computation) -> Counter[Instruction]:
 
 
 def _elements_needed(user: Instruction, position: int, count: int) -> int:
-    """How many elements of an operand an instruction reads, at most, for `count` elements of its results."""
+    """Maximum number of operand elements that an instruction reads for `count` elements of its results."""
     all_elements = sum(shape.elements for shape in user.operand_shapes[position])
     if user.opcode in _SLICES and position == 0 or user.opcode in _ELEMENTWISE or user.opcode in _REARRANGED:
         return min(all_elements, count)
@@ -437,7 +438,7 @@ def _collective_instructions(instruction: Instruction) -> Iterator[Instruction]:
 
 
 def _exchanged_bytes(instruction: Instruction) -> int:
-    """Bytes of a collective: the larger of its operands and its results."""
+    """Bytes of a collective: the maximum of operand and result bytes."""
     operands = [shape for shapes in instruction.operand_shapes for shape in shapes]
     operand_bytes = sum(shape.bytes for shape in operands)
     if instruction.kind == "collective-permute":  # the results are as large; on TPUs, contexts follow them

@@ -1,4 +1,4 @@
-"""Lock for executables with collectives, which run one after the other on CPUs.
+"""Lock for executables with collectives: CPUs run them sequentially.
 
 In a collective, each device blocks a thread until the others arrive. XLA has about as many threads as devices, and
 starts an executable on each device as soon as it can. If devices wait in one executable and others in the next, no
@@ -35,7 +35,7 @@ class CpuCollectiveLock:
 
     @contextmanager
     def acquire(self, changing: Sequence[Array]) -> Iterator[Callable[[Sequence[Array]], None]]:
-        """Hold the lock while an executable is called; does not wait for its results.
+        """Hold the lock during the call of an executable, without waiting for results.
 
         XLA starts it after the executable that made its donated arguments; so that one is not waited for either.
 

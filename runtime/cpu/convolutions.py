@@ -26,11 +26,11 @@ from runtime.cpu.platform_dependent import if_platform_cpu
 from runtime.noinline import noinline
 
 LITTLE_WORK = 2**16
-"""How many products take XLA little time in any form. Its own form compiles faster."""
+"""Number of products that XLA computes quickly in any form. Its own form compiles faster."""
 
 FEW_TERMS, FEW_TERMS_OF_GROUPS = 40, 80
-"""How many products for an element of the result are written as one expression: more of them where XLA would go through
-groups."""
+"""Maximum number of products per output element that are written as one expression; more for grouped convolutions,
+where XLA would loop over groups."""
 
 FEW_CHANNELS, MANY_CHANNELS = 6, 16
 """From so few channels to so many, or back, XLA's convolution takes longer to gather than to multiply."""
@@ -113,7 +113,7 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
         totals = [w.size - 1 - w.stride * (w.count - 1) for w in windows]
 
         def all_positions(t: Any, weight: Any) -> Any:
-            """One product of matrices for all places of the kernel, whose results are added up where they belong."""
+            """One matrix product for all kernel positions; results are added at their positions."""
             put = jnp.tensordot(weight, t, (0, 0))
             zero = jnp.zeros((), put.dtype)
 

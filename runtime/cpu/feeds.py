@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 ALIGNMENT = 64
-"""JAX on a CPU takes arrays that begin at a multiple of so many bytes as they are, and copies others."""
+"""Alignment in bytes of arrays that JAX uses on CPUs without copying."""
 
 LARGE = 2**16
 """An array of fewer bytes is copied twice in less time than it takes to find such a place."""

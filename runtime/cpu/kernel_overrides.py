@@ -41,7 +41,7 @@ def _over_windows_by_axes(combining: pooling.Combining, t: Any, windows: Sequenc
 
 
 def _available_together(values: Sequence[Any], others: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """`values`, each with a fake dependency on the first elements of `others`; and `others`.
+    """`values` with fake dependencies on the first elements of `others`; and `others`.
 
     XLA for CPUs drops optimization barriers before it merges equal computations. Without others, the values depend on
     their own first elements, which still keeps XLA from merging the computations.
@@ -57,7 +57,7 @@ def _after(value: Any, others: Sequence[Any]) -> Any:
 
 @_after.defjvp
 def _tangent_after(values: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The dependency works on bits, which have no derivative."""
+    """Tangent without dependency, since the dependency works on bits, which have no derivative."""
     return _after(*values), tangents[0]
 
 

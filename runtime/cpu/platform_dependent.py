@@ -1,4 +1,4 @@
-"""Functions with one implementation for CPUs, and another for all other platforms of a traced program."""
+"""Functions with separate implementations for CPUs and for all other platforms of a traced program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 from jax import lax
 
 LANES = 8
-"""How many numbers the vector instructions of most CPUs take."""
+"""Numbers per vector instruction of most CPUs."""
 
 
 def if_platform_cpu(on_cpu: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,10 +16,10 @@ from jax import lax
 from runtime.cpu.platform_dependent import LANES, if_platform_cpu
 
 ROWS = range(16, 1025)
-"""For how many rows a product pays. With more, to add them up one by one, as a product does, is less exact."""
+"""Maximum number of rows for which a product pays. With more, sequential addition, as in a product, is less exact."""
 
 FEW = 16
-"""How many numbers of a row are reduced one after the other. Fewer are little faster, and take longer to compile."""
+"""Numbers of a row that are reduced sequentially. Fewer are hardly faster, and compile more slowly."""
 
 
 class _Reduction(NamedTuple):

@@ -1,9 +1,9 @@
 """Persistent compilation cache: reuse of compiled programs across processes.
 
-There is one file for each distinct program, named after a digest of the program, its compile options and its target. It
-holds the executables of the program, one or several, under JAX's keys. A program that is found is still traced: JAX's
-key is a digest of the code that XLA would compile, so an executable is reused only for exactly the same code, also if a
-function behind an op has changed since. The values of variables have no influence.
+Each distinct program has one file, named after a digest of the program, its compile options and its target. It holds
+the executables of the program, one or several, under JAX's keys. A cached program is still traced: JAX's key is a
+digest of the code that XLA would compile, so an executable is reused for exactly the same code only, also if a function
+behind an op has changed since. The values of variables have no influence.
 
 The executables go through JAX's persistent compilation cache, which is pointed to a separate folder meanwhile: its
 entries are XLA's serialization, and no Python object is read from them. Yet they are machine code. As JAX says of its
@@ -60,24 +60,24 @@ def compiling(ir: Ir, device: Device, mode: str, prints: bool = False, is_serial
     """
     if not is_serializable:
         _log.debug("Starting compilation")
-        with compiling_afresh() as taken:
-            yield taken
+        with compiling_afresh() as is_cached:
+            yield is_cached
         return
     path = None if prints else _path(ir, device, mode)
-    found = {} if path is None else _load_executables(path)
-    if path is None or not found:
+    cached = {} if path is None else _load_executables(path)
+    if path is None or not cached:
         _log.debug("Starting compilation")
     if path is None:
         yield bool(jax.config.values["jax_compilation_cache_dir"])
         return
-    with _jax_cache(found) as entries:
-        yield bool(found)
-    if entries.keys() != found.keys():
-        if found:
+    with _jax_cache(cached) as entries:
+        yield bool(cached)
+    if entries.keys() != cached.keys():
+        if cached:
             _log.debug(f"Ignoring cache file because it does not contain all that the program now needs: {path}")
             _log.debug("Starting compilation")
         _write(path, entries)
-    elif found:
+    elif cached:
         _log.debug(f"Loading serialized PopART executable from {path}")
 
 
@@ -132,14 +132,14 @@ def _path(ir: Ir, device: Device, mode: str) -> Path | None:
     except PopxlError as problem:
         _log.debug(f"The cache is not used: {problem}")
         return None
-    known = {
+    key = {
         "program": program,
         "calls": mode,
         "made for": CompileTarget(device.jax_devices).build_stamp.model_dump(),
         "devices": [each.id for each in device.jax_devices],
         "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
     }
-    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return Path(ir.options.cachePath, digest[:32] + SUFFIX)
 
 
@@ -182,12 +182,12 @@ _lock = threading.RLock()  # JAX has one persistent cache for all threads
 
 
 @contextmanager
-def _jax_cache(found: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
-    """Redirect JAX's persistent cache to a temporary folder with entries `found`. Yields a dict, filled with all
+def _jax_cache(cached: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
+    """Redirect JAX's persistent cache to a temporary folder with entries `cached`. Yields a dict, filled with all
     entries when the block ends."""
     entries: dict[str, bytes] = {}
     with scratch_folder() as folder:
-        for name, content in found.items():
+        for name, content in cached.items():
             (folder / Path(name).name).write_bytes(content)
         settings = {
             "jax_enable_compilation_cache": True,

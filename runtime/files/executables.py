@@ -39,7 +39,7 @@ class Placement(_Saved):
 
 
 class Array(_Saved):
-    """An argument or a result."""
+    """Argument or result of an executable."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -93,20 +93,20 @@ def serialized(compiled: Any, devices: Sequence[jax.Device]) -> tuple[Executable
         compiled: result of `jax.jit(function).lower(...).compile()`.
 
     Raises:
-        PopxlError: if it calls back into Python, or takes part in something else that is not in it.
+        PopxlError: if it calls back into Python, or depends on other state of this process.
     """
-    found, is_complete = contents(compiled)
+    metadata, is_complete = contents(compiled)
     if not is_complete:
         raise PopxlError(
-            f"Session.save: {found.name} cannot be saved, because it calls back into Python (as `ops.print_tensor` "
+            f"Session.save: {metadata.name} cannot be saved, because it calls back into Python (as `ops.print_tensor` "
             "does), or holds on to something else of this process."
         )
     about = Executable(
-        name=found.name,
-        devices=[devices.index(device) for device in found.devices],
-        arguments=[_array(*each) for each in found.arguments],
-        donated=list(found.donated),
-        results=[_array(*each) for each in found.results],
+        name=metadata.name,
+        devices=[devices.index(device) for device in metadata.devices],
+        arguments=[_array(*each) for each in metadata.arguments],
+        donated=list(metadata.donated),
+        results=[_array(*each) for each in metadata.results],
         trees=(_tree(compiled.in_tree), _tree(compiled.out_tree)),
     )
     return about, compiled.runtime_executable().serialize()
@@ -126,7 +126,7 @@ def _placement(sharding: Any) -> Placement:
     if isinstance(sharding, SingleDeviceSharding):
         return Placement(memory=sharding.memory_kind, mesh={}, spec=[])
     if isinstance(sharding, NamedSharding):
-        axes = [[] if part is None else [part] if isinstance(part, str) else list(part) for part in sharding.spec]
+        axes = [[] if names is None else [names] if isinstance(names, str) else list(names) for names in sharding.spec]
         return Placement(memory=sharding.memory_kind, mesh=dict(sharding.mesh.shape), spec=axes)
     raise PopxlError(f"Session.save: an array lies on the devices as {sharding} says, which cannot be saved.")
 
@@ -154,8 +154,8 @@ def restored(about: Executable, content: bytes, devices: Sequence[jax.Device]) -
     def placed(arrays: Sequence[Array]) -> list[tuple[Any, Any]]:
         return [(_aval(each), _sharding(each.placement, devices)) for each in arrays]
 
-    found = Contents(about.name, devices, placed(about.arguments), about.donated, placed(about.results))
-    return loaded(found, content, *(jax.tree.structure(_plain(tree)) for tree in about.trees))
+    metadata = Contents(about.name, devices, placed(about.arguments), about.donated, placed(about.results))
+    return loaded(metadata, content, *(jax.tree.structure(_plain(tree)) for tree in about.trees))
 
 
 def _aval(array: Array) -> Any:

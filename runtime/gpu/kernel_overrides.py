@@ -43,9 +43,9 @@ OVERRIDES: Mapping[Kernel, KernelImpl] = {
     exponentials: of_sums.exponentials,
     softmax_gradient: of_sums.softmax_gradient,
 }
-"""Recomputation that is scheduled after all gradients of the next layer: XLA for GPUs would put off those of weights,
-and keep their operands. (For TPUs, such a barrier only keeps products and updates of weights from being one kernel.)
-Weights that are gathered at most a layer ahead: XLA for GPUs would gather those of many layers, and keep them.
-Gradients behind a barrier: without one, XLA would keep the tanh or erf of each element from the forward pass on, in
-float32. Buffers that are written when they are needed. Float8 decoded before a convolution: XLA hands it to cuDNN else,
-which has none of these formats. And sums along rows, in a form that XLA makes one kernel of."""
+"""Kernel implementations for GPUs, by kernel: recomputation is scheduled after all gradients of the next layer, because
+XLA would postpone those of weights and keep their operands. (On TPUs, such a barrier only prevents fusion of products
+with weight updates.) Gathers of weights run at most one layer ahead: XLA would gather those of many layers, and keep
+them. Gradients are behind a barrier: otherwise XLA would keep the tanh or erf of each element, in float32, from the
+forward pass on. Buffers are written when they are needed. Float8 is decoded before a convolution, because XLA otherwise
+hands it to cuDNN, which lacks these formats. Sums along rows have a form that XLA compiles to one kernel."""

@@ -15,10 +15,10 @@ from popxl.ops.kernels import sums
 from popxl.ops.kernels.sums import largest
 
 LONGEST = 16384
-"""Longer rows do not fit into a block of threads, and take several kernels in any form."""
+"""Longest row that fits into a block of threads. Longer rows take several kernels in any form."""
 
 SHORT = 64
-"""Rows up to this length are read once in plain form, too, by kernels that include what surrounds a softmax: four
+"""Longest row that the plain form reads once, too, in kernels that include operations around a softmax: four
 transformer blocks of 16 to 64 positions then have 8 kernels fewer; from 96 positions on, 4 more."""
 
 
@@ -51,8 +51,8 @@ def exponentials(t: Array, axis: int, may_see_none: bool = False) -> tuple[Array
     if t.shape[axis] <= SHORT:
         return sums.exponentials.plain(t, axis, may_see_none)
     start = jnp.asarray(-math.inf, t.dtype), jnp.zeros((), t.dtype)
-    found = lax.reduce((t, jnp.ones_like(t)), start, _of_both, (axis,))
-    top, total = (lax.expand_dims(number, (axis,)) for number in found)
+    statistics = lax.reduce((t, jnp.ones_like(t)), start, _combined, (axis,))
+    top, total = (lax.expand_dims(number, (axis,)) for number in statistics)
     has_none = top == -math.inf
     if may_see_none:
         return jnp.where(has_none, 0, top), jnp.where(has_none, 0, total)
@@ -64,9 +64,9 @@ def _exponentials_jvp(axis: int, may_see_none: bool, primals: Any, tangents: Any
     return jax.jvp(lambda t: sums.exponentials.plain(t, axis, may_see_none), primals, tangents)
 
 
-def _of_both(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+def _combined(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
     """Combine two partial softmax statistics: maximum, and sum of exponentials."""
-    (a, of_a), (b, of_b) = one, other
+    (a, sum_a), (b, sum_b) = one, other
     top = jnp.maximum(a, b)
     is_none = top == -math.inf
-    return top, jnp.where(is_none, of_a + of_b, of_a * jnp.exp(a - top) + of_b * jnp.exp(b - top))
+    return top, jnp.where(is_none, sum_a + sum_b, sum_a * jnp.exp(a - top) + sum_b * jnp.exp(b - top))

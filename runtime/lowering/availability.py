@@ -1,4 +1,4 @@
-"""Ops that order a value after another one, for compilers."""
+"""Ops that order one value after another, for compilers."""
 
 from __future__ import annotations
 

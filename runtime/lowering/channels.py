@@ -89,7 +89,7 @@ class Channels:
         return decode_transfer(lax.dynamic_index_in_dim(transfers, position, keepdims=False), stream.dtype)
 
     def rounding_seed(self, op: Op) -> Array | None:
-        """The seed of an op that rounds stochastically, a different one each time; `None` for other ops."""
+        """Seed for one execution of a stochastically rounding op; `None` for other ops."""
         key = op.graph.ir.rounding_key
         if key not in self._channels or not rounds(op):
             return None
@@ -108,7 +108,7 @@ class Channels:
         self._channels[stream] = (transfers, position + 1)
 
     def transfers(self, stream: Channel) -> Array:
-        """All elements of a stream."""
+        """Transfers of a stream: all of its elements."""
         return self._channels[stream][0]
 
     def results(self) -> list[Array]:
@@ -181,7 +181,7 @@ class Channels:
         return any(array is not self._slots_before[buffer] for buffer, array in self._slots().items())
 
     def _pass_barrier(self) -> None:
-        """Order the slots of all buffers after the stores to any.
+        """Order slots of all buffers after previous stores to any buffer.
 
         XLA drops no stores from the barrier: the slots of a buffer that has stores are a result of the program.
         """
@@ -199,7 +199,7 @@ class Channels:
         return {c: slots for c, (slots, _) in self._channels.items() if isinstance(c, RemoteBuffer)}
 
     def check_count(self, stream: Stream, number: int) -> None:
-        """Record at the end of a run whether it has made more transfers of a stream than there is room for."""
+        """Record at the end of a run whether a stream's transfers exceeded its capacity."""
         transfers, position = self._channels[stream]
         self.record_failure(TRANSFERS, number, position <= transfers.shape[0])
 

@@ -140,13 +140,13 @@ class Environment:
             self.write(t, value)
 
     def replace_equal(self, t: Tensor, value: Array) -> None:
-        """Let later ops read an equal value of a tensor, unless it is a view or in a packed slot."""
+        """Replace a tensor's value by an equal one for later ops, unless it is a view or in a packed slot."""
         storage, views = self._resolve_views(t)
         if not views and view_of(storage) is None and not isinstance(self.values.get(storage), PackedSlot):
             self.values[storage] = value
 
     def replace_value(self, before: Array, after: Array) -> None:
-        """Let later ops read an equal value wherever they would read `before`."""
+        """Replace `before` by an equal value for later ops."""
         for storage in [storage for storage, value in self.values.items() if value is before]:
             self.values[storage] = after
 
@@ -188,7 +188,7 @@ class Environment:
     def _written_parts(
         self, concatenation: Op, views: Sequence[Op], bases: Sequence[Array], t: Tensor, outer_mask: Array | None
     ) -> Sequence[Array]:
-        """Masks of the elements that a write to a view changes, for each tensor joined: another of them may hold the
+        """Masks of elements changed by a write to a view, for each concatenated tensor: another of them may hold the
         new value of an unchanged element."""
         mask = jnp.ones(t.shape, bool) if outer_mask is None else outer_mask
         for view, base in zip(reversed(views), reversed(bases), strict=True):
@@ -229,7 +229,7 @@ class Environment:
         return [storage for base in bases if view_of(storage := self._resolve_views(base)[0]) is not None]
 
     def _concatenated(self, t: Tensor, values: Mapping[Tensor, Array]) -> Array:
-        """Value of a view of several tensors; `values` has those of such views among them."""
+        """Value of a view of several tensors; `values` has values of nested such views."""
         op, operands = view_of(t), []
         assert op is not None
         for base in op.inputs:

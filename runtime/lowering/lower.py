@@ -89,7 +89,7 @@ class Lowering:
 
     @cached_property
     def hooks(self) -> PlatformHooks:
-        """Hooks of the device, or of the platform, where that is all that is known."""
+        """Platform hooks: of the device if known, else of the platform."""
         platform, device = self.replicas.platform, self.replicas.device
         is_known = isinstance(device, jax.Device)
         return hooks_for_device(platform, device, self.replicas.is_present) if is_known else hooks_for(platform)
@@ -196,7 +196,8 @@ class Lowering:
         return (*channels_of_ops(ops), *((COLLECTIVES,) if self._are_ordered(ops) else ()))
 
     def _are_ordered(self, ops: Iterable[Op]) -> bool:
-        """Whether any op is a collective that needs the token, because XLA orders those of one computation only."""
+        """Whether any op is a collective that requires the token: XLA orders collectives within one computation
+        only."""
         return self.hooks.collective_lock is not None and devices_meet(ops, self.replicas)
 
     def _check(self, op: Op, operands: Sequence[Array], channels: Channels) -> None:
@@ -277,7 +278,7 @@ def recursing_into(main: Graph) -> AbstractContextManager[None]:
 
 
 _CALL, _BRANCH = 6, 10
-"""Frames of Python for each call in a call, and each branch in a branch, about; what is there suffices for some."""
+"""Approximate Python stack frames per nested call and per nested branch; the default limit suffices for some."""
 
 
 def _call_sites(ops: Iterable[Op]) -> Counter[Graph]:

@@ -36,12 +36,12 @@ class PackedArray:
         return PackedArray(array, is_input=self.is_input, shape=self.shape)
 
     def as_row(self, value: Array) -> Array:
-        """A value in the shape that it has in the array."""
+        """Value reshaped to a row of the array."""
         return value.reshape(self.array.shape[1:])
 
 
 class PackedSlot(NamedTuple):
-    """One value of a packed array."""
+    """Slot of a packed array: one of its values."""
 
     packed: PackedArray
     number: int

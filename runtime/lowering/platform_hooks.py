@@ -106,7 +106,7 @@ def hooks_for(platform: str) -> PlatformHooks:
 
 @cache
 def hooks_for_device(platform: str, device: jax.Device, is_present: bool) -> PlatformHooks:
-    """The hooks for a device: those of its platform, with kernels of libraries that it has."""
+    """Hooks for a device: its platform's hooks, with kernels of libraries that it supports."""
     hooks = hooks_for(platform)
     if platform != "gpu":
         return hooks

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LoweringRule = Callable[["Lowering", Op, Environment, Context], None]
 
 LOWERINGS: dict[OpKind, LoweringRule] = {}
-"""What ops do whose meaning needs the machine. Others say it: `op.kind.lowering`."""
+"""Lowerings of ops whose meaning depends on the machine. Others have `op.kind.lowering`."""
 
 
 def register_lowering(kind: OpKind) -> Callable[[LoweringRule], LoweringRule]:

@@ -96,7 +96,7 @@ class RerolledLoop:
 
     @cached_property
     def only_graph(self) -> Graph | None:
-        """The graph that an iteration calls, if it calls one and does so once."""
+        """Graph called by an iteration, if there is exactly one call."""
         called = [graph for op in self.ops for graph in op.called_graphs]
         return called[0] if len(called) == 1 else None
 

@@ -20,7 +20,7 @@ from runtime.memory_plans.search import COMPILATIONS, PlanSearch
 from runtime.progress import reporting
 
 _NEARLY = 1.3
-"""Share of the budget that the step in one piece may need by estimate, to be tried before a second division."""
+"""Ratio of estimate to budget up to which the step in one piece is tried before a second division."""
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _TEXT = re.compile(r"\s*([+-]?[0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*")
@@ -81,7 +81,7 @@ class BudgetedPlan(OnPage):
         return self.memory.device
 
     def page(self) -> Page:
-        """What `print` and notebooks show."""
+        """Page for `print` and notebooks."""
         costs = [self.cost, self.everything_cost]
         rows = [
             ["memory of a device", bytes_text(self.peak), bytes_text(self.everything.device)],
@@ -106,7 +106,7 @@ class BudgetedPlan(OnPage):
 def plan_within(
     compiled: Callable[[MemoryRequest], Compiled],
     budget: int,
-    told: Callable[[str], object],
+    log: Callable[[str], object],
     compilations: int = COMPILATIONS,
 ) -> BudgetedPlan:
     """Find a plan whose compiled program needs no more than a budget, and adds least time by published figures.
@@ -116,8 +116,8 @@ def plan_within(
 
     Args:
         compiled: function that builds a program as requested, and compiles it.
-        told: function called with a line after each compilation.
-        compilations: how often the program is compiled at most, for each division.
+        log: function called with a line after each compilation.
+        compilations: maximum number of compilations for each division.
 
     Raises:
         ValueError: for fewer than two compilations.
@@ -129,7 +129,7 @@ def plan_within(
             "with plans."
         )
     whole = search = PlanSearch(compiled, budget, compilations=compilations)
-    with reporting(told):
+    with reporting(log):
         search.try_everything()
         first, tried = search.everything, [search]
         for division in _order(first, budget) if not search.is_done else ():
@@ -151,9 +151,9 @@ def plan_within(
 
 
 def _order(first: Compiled, budget: int) -> Iterator[Division]:
-    """Divisions to try: the cheapest within the budget by estimate; the step in one piece, if it is nearly within it,
-    before that one if its smallest plan takes less time; and another by estimate, which is the smallest if none is
-    within the budget. As estimates may be wrong, the step in one piece is the last if it was not tried."""
+    """Divisions in the order of trials: the cheapest within the budget by estimate, and the step in one piece, if it is
+    nearly within the budget: first, if its smallest plan takes less time. Then another by estimate: the smallest, if
+    none is within the budget. As estimates may be wrong, the step in one piece comes last if it was not tried."""
     untried = [*first.divisions]
     if len(untried) > 1:
         estimate = DivisionEstimate(first, ESTIMATE_SHARE * budget)

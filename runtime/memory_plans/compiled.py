@@ -19,15 +19,15 @@ from runtime.program.compiled import CompiledProgram
 from runtime.targets.chip import Chip
 
 RELEASES: Mapping[str, Release] = {"inlined": "read", "rolled": "loop", "batched": "loop"}
-"""By how called graphs are compiled; else memory is free after a call."""
+"""Release of activations, by mode of called graphs; in other modes, memory is free after a call."""
 
 
 class Division(NamedTuple):
-    """What a step does to need less memory, besides its memory plan.
+    """Division of a step that reduces its memory, besides a memory plan.
 
     Attributes:
         micro_batches: number of micro-batches of a batch.
-        state: where the state of the optimiser is between steps.
+        state: location of the optimiser state between steps.
     """
 
     micro_batches: int = 1
@@ -77,7 +77,7 @@ class Compiled(NamedTuple):
 
     @property
     def needs(self) -> Sequence[GraphNeeds]:
-        """What the planned graphs need on the device."""
+        """Memory needs of the planned graphs on this device."""
         needs: Sequence[GraphNeeds] = self.applied.needs
         if self.updates_early:
             needs = [g.with_early_updates() for g in needs]
@@ -128,7 +128,7 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
 
 
 def _divisions(program: CompiledProgram, requested: RequestedMemory) -> Iterator[Division]:
-    """Divisions that a program leaves open. On CPUs, host and device memory are the same."""
+    """Divisions left open by a program. On CPUs, host and device memory are the same."""
     has_choice = requested.is_state_open and not program.layout.replicas.is_cpu
     states: Sequence[StateLocation] = ("device", "host") if has_choice else ("device",)
     for state in states:

@@ -24,7 +24,7 @@ _ACCUMULATOR = 4
 """Bytes of an element of an accumulator: float32."""
 
 ESTIMATE_SHARE = 0.9
-"""Share of a budget that a step may need by estimate."""
+"""Largest share of a budget for the estimate of a step."""
 
 
 class StepMemory:
@@ -33,7 +33,7 @@ class StepMemory:
     Args:
         ir, memory: the program, as compiled.
         model: graph whose activations are planned.
-        graphs: what the graphs that it calls need.
+        graphs: needs of the graphs that it calls.
     """
 
     def __init__(self, ir: Ir, memory: Memory, model: Graph, graphs: Sequence[GraphNeeds]) -> None:
@@ -41,15 +41,15 @@ class StepMemory:
         self._read_variables = _variables_of(model, ir.main_graph.variables)
         trained = sum(v.on_replica.nelms for v in self._read_variables if v.dtype.is_floating_point)
         self.accumulators = _ACCUMULATOR * trained
-        """Bytes of accumulators, which a step in one piece does without."""
+        """Bytes of accumulators; a step in one piece has none."""
         self._is_accumulated = len(model.call_sites) > 1
         self.gradients = min(sum(g.gradients * g.calls for g in graphs), memory.temporaries)
         """Bytes of the gradients of variables, at the end of a backward pass."""
         others = (v for v in ir.main_graph.variables if v not in self._read_variables and not is_on_host(v))
         self.other_bytes = sum(size_in_bytes(v.on_replica) for v in others)
-        """Bytes of variables on the device that the model does not read: state of the optimiser, and accumulators."""
+        """Bytes of device variables unread by the model: optimiser state and accumulators."""
         self.state = max(self.other_bytes - (self.accumulators if self._is_accumulated else 0), 0)
-        """Bytes of the state of the optimiser on the device."""
+        """Bytes of the optimiser state on the device."""
 
     @property
     def weights(self) -> int:
@@ -72,7 +72,7 @@ class StepMemory:
 
 
 class DivisionEstimate:
-    """Choice of a division by estimates from the program in one piece.
+    """Estimates for divisions, derived from the program in one piece.
 
     Args:
         compiled: program in one piece, with everything kept.
@@ -86,7 +86,7 @@ class DivisionEstimate:
         self._step = StepMemory(compiled.ir, compiled.memory, compiled.applied.model, self._graphs)
 
     def cheapest(self, candidates: Iterable[Division]) -> Division | None:
-        """The division within the budget that takes least time, with its state on the device if possible."""
+        """Division within the budget that takes least time, with its state on the device if possible."""
         best, least = None, float("inf")
         for each in candidates:
             if best is not None and (each.state != best.state or self._overhead(each) >= least):
@@ -133,7 +133,8 @@ class DivisionEstimate:
 
 
 def _scaled(g: GraphNeeds, share: float) -> GraphNeeds:
-    """What a graph needs with a share of the samples, with one treatment for all of its calls: enough to compare."""
+    """Needs of a graph for a share of the samples, with one treatment for all of its calls: enough to compare
+    divisions."""
 
     def op(each: OpNeeds) -> OpNeeds:
         exchanges = tuple(x._replace(bytes=ceil(share * x.bytes)) for x in each.exchanges)

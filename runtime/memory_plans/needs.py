@@ -1,4 +1,4 @@
-"""What graphs need for a memory plan: bytes of activations, when gradients read them, and costs of recomputing them."""
+"""Needs of graphs for a memory plan: bytes of activations, time of their use by gradients, costs of recomputation."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from runtime.costs.network import LinkSpan, collective_time
 from runtime.targets.chip import Chip
 
 FLOPS, BANDWIDTH = 1e11, 2e10
-"""Rates of a device without published figures. What counts is about how many operations are worth a byte."""
+"""Rates of a device without published figures. Their ratio matters: operations per byte."""
 
 _WINDOWS = 40
-"""How many parts of a backward call are told apart at most, where activations are recomputed as they are read."""
+"""Maximum number of windows of a backward call, for activations that are recomputed as they are read."""
 
 
 def memory_bandwidth(chip: Chip | None) -> float:
-    """Bytes that a device moves between its memory and its cores in a second."""
+    """Bytes per second between a device's memory and its cores."""
     return BANDWIDTH if chip is None else chip.memory_bandwidth
 
 
 def host_bandwidth(chip: Chip | None) -> float:
-    """Bytes that a device moves to or from the memory of its host in a second."""
+    """Bytes per second between a device and its host's memory."""
     return BANDWIDTH / 10 if chip is None else chip.host_bandwidth
 
 
@@ -45,7 +45,7 @@ class ReplicaExchange(NamedTuple):
     times: int = 1
 
     def seconds(self, chip: Chip) -> float:
-        """How long it takes over the fastest links that join so many chips, one for each replica."""
+        """Seconds over the fastest links that join so many chips, one for each replica."""
         link = next((link for link in chip.levels if link.chips is None or self.reach <= link.chips), chip.levels[-1])
         return self.times * collective_time(chip, self.kind, self.bytes, [LinkSpan(link, self.members)]).seconds
 
@@ -80,7 +80,7 @@ class OpNeeds:
     is_kernel: bool = False
 
     def seconds(self, chip: Chip | None) -> float:
-        """How long it takes by published figures."""
+        """Seconds by published figures."""
         flops = FLOPS if chip is None else chip.rate(self.dtype)
         network = 0.0 if chip is None else sum(each.seconds(chip) for each in self.exchanges)
         return self.products / flops + self.bytes / memory_bandwidth(chip) + network
@@ -103,7 +103,7 @@ class GraphNeeds:
         ops: the ops that compute them, in order.
         steps: bytes of the gradient's own values in each step of the backward call.
         gradients: bytes that a backward call leaves until the end of the step: gradients of variables.
-        ends: numbers of calls after which a group of calls may end.
+        ends: possible sizes of a first group of calls.
         span: first and last of its calls, among those of all graphs in the order of the step.
         held: number of steps that have their activations in memory at a time: micro-batches of a pipeline's stage.
         as_read: whether activations are recomputed right before they are read; else when the backward call begins.
@@ -144,7 +144,7 @@ class GraphNeeds:
 
     @cached_property
     def needed_until(self) -> Mapping[str, int]:
-        """Last step that needs each activation at the latest, to read it or to recompute others from it."""
+        """Last step that may need each activation, to read it or to recompute others from it."""
         last = {path: step for path, (_, step) in self.read.items()}
         for op in reversed(self.ops):
             computed = max((self.computed_by[path] for path in op.results), default=0)
@@ -154,7 +154,7 @@ class GraphNeeds:
 
     @cached_property
     def computed_by(self) -> Mapping[str, int]:
-        """Step in which each activation is recomputed at the latest: the first to read it, or one computed from it."""
+        """Latest step for recomputing each activation: that of its first reader, or of a value computed from it."""
         known = dict.fromkeys(self.bytes, 0)
         for op in reversed(self.ops):
             for path in op.results:
@@ -190,7 +190,7 @@ class GraphNeeds:
 
 
 def some_of(numbers: Sequence[int], most: int) -> Sequence[int]:
-    """As many of these numbers as wanted, evenly spread, with the first and the last."""
+    """At most `most` of these numbers, evenly spread, including the first and the last."""
     if len(numbers) <= most:
         return numbers
     return sorted({numbers[round(i * (len(numbers) - 1) / (most - 1))] for i in range(most)})

@@ -1,4 +1,4 @@
-"""What an error says if no memory plan is within a budget: the least memory, what holds it, and what would fit."""
+"""Error message for a budget that no memory plan meets: least memory, its largest parts, and remedies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.memory_plans.division import ESTIMATE_SHARE, StepMemory
 from runtime.memory_plans.needs import GraphNeeds
 
 _FRACTIONS = (2, 4, 8, 16, 32, 64)
-"""Into how many micro-batches a step may be divided, in place of one."""
+"""Numbers of micro-batches considered in place of one."""
 
 
 def refusal(tried: Sequence[Compiled], graphs: Sequence[GraphNeeds], budget: int) -> str:
@@ -36,7 +36,7 @@ def refusal(tried: Sequence[Compiled], graphs: Sequence[GraphNeeds], budget: int
 
 
 def _by_micro_batches(step: StepMemory, budget: int) -> str:
-    """What micro-batches need: each has a part of the activations, and all of the gradients, which it accumulates."""
+    """Advice on micro-batches: each has a part of the activations, and all of the gradients, which it accumulates."""
     fitting = next((parts for parts in _FRACTIONS if step.in_parts(parts) <= ESTIMATE_SHARE * budget), None)
     if fitting is None:
         return f"Smaller micro-batches do not help: without any activations, about {bytes_text(step.fixed)} remain."
@@ -48,7 +48,7 @@ def _by_micro_batches(step: StepMemory, budget: int) -> str:
 
 
 def _by_state(step: StepMemory, memory: Memory, budget: int) -> str:
-    """What is left without the variables that the model does not read."""
+    """Advice on variables unread by the model: the memory that remains without them."""
     state = step.other_bytes
     if 10 * state < memory.device:  # little to gain
         return "`sharded=True` divides variables and optimiser state over replicas."

@@ -13,30 +13,30 @@ from runtime.memory_plans.solver import Release, Solution, keep_all, least_secon
 from runtime.progress import report, stage
 
 COMPILATIONS = 4
-"""How often a program is compiled at most by default: with everything kept, with a plan, with the corrected plan, and
-once more if that one is above the budget or uses little of it.
+"""Default limit of compilations: with everything kept, with a plan, with the corrected plan, and once more if that one
+is above the budget or uses little of it.
 """
 
 _ENOUGH, _ENOUGH_BEFORE_LAST = 0.9, 0.85
-"""Share of the budget that a plan has to use for another compilation to be left out, and the last one."""
+"""Shares of the budget from which a plan makes another compilation, or the last one, unnecessary."""
 
 _AIM = 0.95
-"""Share of the budget that a plan aims at after a plan above the budget."""
+"""Target share of the budget after a plan above the budget."""
 
 _LAST_AIMS = (0.92, 0.96, 1.0)
-"""The same between a plan above the budget and one within it: the next share if the plan for one is known."""
+"""Target shares between a plan above the budget and one within it: the next share if the plan for one is known."""
 
 _FIRST_AIM: Mapping[Release, float] = {"read": 0.93, "call": 0.86, "loop": 0.93}
-"""The same for the first plan: noinline calls hold more than is counted."""
+"""Target share of the first plan: noinline calls hold more than is counted."""
 
 
 class PlanSearch:
-    """Plans of a program that were tried, with their solutions.
+    """Tried plans of a program, with their solutions.
 
     Args:
         compiled: function that builds a program as requested, and compiles it.
-        division: what the program does besides.
-        compilations: how often it is compiled at most; once more for the smallest plan, if none fits.
+        division: division of the step besides its plan.
+        compilations: maximum number of compilations, without one for the smallest plan if none fits.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PlanSearch:
             self._try(None)
 
     def _try(self, limit: float | None) -> bool:
-        """Compile a plan with at most `limit` bytes of activations. False if there is none that was not tried."""
+        """Compile a plan with at most `limit` bytes of activations. False if there is no untried plan."""
         last = self.compiled[-1]
         solution = self._solved(limit, last.offloadable, last.release)
         if solution is None or any(solution.treatments == known.treatments for known, _ in self.tried):

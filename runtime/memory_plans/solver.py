@@ -38,7 +38,7 @@ class Group:
 
 
 Treatments = Mapping[str, Sequence[Group]]
-"""By graph, in the order of its calls."""
+"""Groups of calls by graph, in call order."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class _Columns:
         return ((number, *each) for number, each in enumerate(self.graph.windows if self.graph.as_read else ()))
 
     def saved(self, calls: int) -> _Row:
-        """Bytes of activations that some of the calls keep."""
+        """Bytes of activations kept by some of the calls."""
         return {self.on_device[path]: calls * float(size) for path, size in self.graph.bytes.items()}
 
     def fused_into_readers(self, path: str) -> int | None:
@@ -412,7 +412,7 @@ class _IntegerProgram:
 
 
 def _any_of(*columns: int | None) -> _Row:
-    """Row of a constraint that at least one of some variables is set."""
+    """Constraint row: at least one of some variables is set."""
     return {column: 1.0 for column in columns if column is not None}
 
 
@@ -429,5 +429,5 @@ def _total(a: _Row, b: _Row) -> _Row:
 def _undivided(
     graphs: Sequence[GraphNeeds], chip: Chip | None, offloadable: Collection[str], release: Release
 ) -> _IntegerProgram:
-    """Integer program in which all calls of a graph have the same treatments."""
+    """Integer program with equal treatments for all calls of a graph."""
     return _IntegerProgram(graphs, {g.name: (g.calls,) for g in graphs}, chip, offloadable, release)

@@ -1,7 +1,7 @@
 """Gradients of the weights of small convolutions, on TPUs.
 
 Such a gradient is a convolution whose kernel is an image. XLA unrolls each position of a kernel that fits on the chip,
-and a float32 product is six products there. With few channels on both sides that takes minutes to compile, or does not
+and a float32 product is six products there. With few channels on both sides, compilation takes minutes, or does not
 end. This implementation does not convolve along one axis: the elements under each of its windows are materialised, with
 their positions as channels.
 """
@@ -19,11 +19,11 @@ from popxl.ops.kernels.convolutions import under_places
 from popxl.ops.windows import Windows
 
 FEW_CHANNELS, FEW_FILTERS = 8, 32
-"""With fewer channels and fewer filters than these, in float32, XLA takes long."""
+"""Numbers of channels and filters below which XLA compiles a float32 gradient slowly."""
 
 
 def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: Sequence[Windows], groups: int) -> Any:
-    """`popxl.ops.kernels.convolutions.weights_gradient`."""
+    """`popxl.ops.kernels.convolutions.weights_gradient`, without a convolution along the last axis if XLA is slow."""
     filters, depth, *kernel = shape
     is_slow = depth < FEW_CHANNELS and filters < FEW_FILTERS and t.dtype == jnp.float32
     if groups > 1 or len(windows) < 2 or not is_slow:
@@ -42,7 +42,7 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: S
 
 
 def _under(t: Any, windows: Windows, place: int) -> Any:
-    """What lies under a place of the kernel along the last axis, for all windows."""
+    """Elements under one kernel position along the last axis, for all windows."""
     begin = windows.begin - place * windows.dilation
     end = windows.stride * (windows.count - 1) + 1 - windows.size - begin
     padded = lax.pad(t, jnp.zeros((), t.dtype), [(0, 0, 0)] * (t.ndim - 1) + [(begin, end, 0)])

@@ -16,6 +16,7 @@ from popxl.ops.precision import widen
 from popxl.ops.windows import Windows
 
 BEHIND_ALL = np.int32(2**31 - 1)
+"""Position after all others: neutral for the first position."""
 
 
 def first_largest(function: Callable[[Any], Any], windows: Sequence[Windows], t: Any) -> tuple[Any, Any]:

@@ -162,7 +162,7 @@ def groups() -> dict[str, type[OptionsDict]]:
 
 @pytest.mark.parametrize("path, kind", [("", Options), *groups().items(), ("settings", TensorLocationSettings)])
 def test_each_method_sets_a_declared_setting(path: str, kind: type[OptionsDict]) -> None:
-    by = {each.by for each in kind._declared().values() if isinstance(each, Setting)}
+    by = {each.setter for each in kind._declared().values() if isinstance(each, Setting)}
     others = {"setEnvVarNames", "disable", "check", "apply", "appendToLocationExcludes", *NOT_SETTERS}
     assert methods(kind) - others == by
     if path != "settings":
@@ -183,7 +183,7 @@ def test_the_page_of_all_options(capsys: pytest.CaptureFixture[str]) -> None:
         for each in kind._declared().values()
         if isinstance(each, Setting)
     ]
-    assert [row[:2] for row in rows] == [[f"`{each.name}`", f"`{path}{each.by}`"] for path, each in declared]
+    assert [row[:2] for row in rows] == [[f"`{each.name}`", f"`{path}{each.setter}`"] for path, each in declared]
     for row, (_, each) in zip(rows, declared, strict=True):
         assert row[2] and row[2] == each.default_text
         assert row[3].lower().removesuffix(".") == each.effect.lower()

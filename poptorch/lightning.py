@@ -50,7 +50,7 @@ from poptorch.run.wrapping import inferenceModel, trainingModel
 __all__ = ["IPUAccelerator", "IPUStrategy"]
 
 _HOST = torch.device("cpu")
-"""Where modules and batches are, as Lightning sees them. What runs elsewhere is the program."""
+"""Device of modules and batches for Lightning; the program runs elsewhere."""
 
 _ONE_FACTOR = "Set one factor for all epochs, `Trainer(accumulate_grad_batches=4)`."
 
@@ -78,7 +78,7 @@ class IPUAccelerator(Accelerator):
 
     @staticmethod
     def auto_device_count() -> int:
-        """One device: additional devices would increase batch sizes."""
+        """Device count 1: additional devices would increase batch sizes."""
         return 1
 
     @staticmethod

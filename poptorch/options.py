@@ -287,7 +287,7 @@ class Options(_ReportOptions, _DeviceOptions, _BatchOptions):
         return self
 
     def toDict(self) -> dict[str, Any]:
-        """All settings, including groups, in one dictionary.
+        """Dictionary of all settings, including groups.
 
         Raises:
             AssertionError: if the output mode still is the default; wrappers know which one that is.
@@ -305,7 +305,7 @@ class Options(_ReportOptions, _DeviceOptions, _BatchOptions):
         return f"{type(self).__name__}(\n{''.join(lines)})"
 
     def _dotted(self) -> Iterator[tuple[str, Any]]:
-        """All settings with values; groups as `group.setting`."""
+        """Values of all settings; groups as `group.setting`."""
         for name, value in self._values().items():
             if isinstance(value, OptionsDict):
                 yield from ((f"{name}.{inner}", each) for inner, each in value._values().items())

@@ -32,17 +32,17 @@ from runtime.rendezvous import RendezvousServer
 from runtime.schedulers import scheduled
 
 GRACE = 5.0
-"""For how many seconds an instance may tidy up, once it has been told to end."""
+"""Seconds for an instance to shut down after a request to end."""
 
 Ends = queue.SimpleQueue[tuple[int | None, int | None]]
-"""Events: an instance with its exit status, or `None` for a reported failure; or `None` with a signal to poprun."""
+"""Queue of events: an instance with its exit status, or `None` for a reported failure; or `None` with a signal to
+poprun."""
 
 _TOKEN = PREFIX + "TOKEN"
 """The environment variable that no list of processes should show."""
 
 _MOMENT = 1.0
-"""For how many seconds a process that has been killed may seem to live, though others see that it has gone: long enough
-for a machine that is busy with something else."""
+"""Seconds for which a killed process may still appear alive to others, generous for busy machines."""
 
 
 @exit_on_broken_pipe
@@ -190,7 +190,7 @@ class Launch:
         return True
 
     def _instance(self, index: int, count: int, **fields: Any) -> Instance:
-        """One of `count` instances."""
+        """Instance description: one of `count` instances."""
         return Instance(
             instance_index=index,
             num_instances=count,

@@ -40,7 +40,7 @@ JOINING, ENDING = "the start of the program over all instances (popdist.init)", 
 """Places of barriers."""
 
 LEAVING = ""
-"""The place that an instance sends when it is about to end."""
+"""Barrier name sent by an instance that is about to end."""
 
 _CONNECT_TIMEOUT = 60  # seconds for JAX to connect processes that are all waiting
 
@@ -137,7 +137,7 @@ def is_connected() -> bool:
 
 
 def join() -> None:
-    """Connect this process to other instances, if any, and wait for them. Subsequent calls do nothing.
+    """Connect this process to other instances, if any, and wait for them. Repeated calls have no effect.
 
     Raises:
         PopxlError: if JAX runs already: it cannot be connected later.

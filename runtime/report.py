@@ -152,7 +152,7 @@ class SizeReport(Record):
 
 
 class PieceReport(Record):
-    """One compiled executable. Sizes are XLA's, in bytes on one device.
+    """Report of a compiled executable. Sizes are XLA's, in bytes on one device.
 
     Attributes:
         name: description of the segment.

@@ -31,7 +31,7 @@ NAMES = {
 """Known schedulers, with JAX's names of them."""
 
 TIMEOUT = 300.0
-"""Seconds that processes wait for each other."""
+"""Seconds of waiting for other processes."""
 
 
 def scheduled(

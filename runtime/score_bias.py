@@ -30,7 +30,7 @@ class ScoreBias(NamedTuple):
     def of(
         cls, mask: Array | None, queries: Array, keys: Array, causal: bool, hidden: float, each_query: bool = False
     ) -> ScoreBias:
-        """The bias of a mask of `ops.attention`.
+        """Bias for a mask of `ops.attention`.
 
         Args:
             hidden: bias of hidden scores, finite, because kernels subtract such scores from each other. Half of it is
@@ -61,7 +61,7 @@ class ScoreBias(NamedTuple):
 
     @staticmethod
     def is_small(mask: Array, queries: Array, keys: Array, values: Array, each_query: bool = False) -> bool:
-        """Whether the bias of a mask is no larger than the operands and the result of attention."""
+        """Whether a mask's bias is no larger than operands and result of attention."""
         numbers = math.prod(_unfolded_shape(mask, queries, keys, each_query))
         return numbers <= 2 * queries.size + keys.size + values.size
 

@@ -42,8 +42,7 @@ def defer_signals(work: Callable[[], T]) -> T:
     """Call a function and return what it returns; deliver signals that arrive meanwhile right afterwards.
 
     Signal handlers may raise then, so the function itself has to store results that must not be lost. It should be
-    short, or
-    call `deliver_pending_signals` where an exception does no harm.
+    short, or call `deliver_pending_signals` where an exception does no harm.
 
     Example:
         >>> import signal

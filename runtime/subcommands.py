@@ -1,4 +1,4 @@
-"""What the subcommands of `popxl` do with a program. `runtime.command` reads their arguments."""
+"""Subcommands of `popxl`. `runtime.command` reads their arguments."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ _HOW = (
 
 
 def _compared_run(file: Path, arguments: Sequence[str], single_replica_args: Sequence[str], number: int) -> Comparison:
-    """Run an Ir from a file, and its copy with all axes of size one, and compare both.
+    """Run an Ir from a file, and its single-replica copy, and compare both.
 
     Args:
         single_replica_args: arguments of the program for one replica; empty for the same ones.

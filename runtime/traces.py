@@ -20,7 +20,7 @@ from runtime.lowering.scopes import graph_of
 T = TypeVar("T")
 
 PERFETTO = "perfetto.json.gz"
-"""The file for Perfetto, in the folder of a trace."""
+"""Name of the Perfetto file in a trace folder."""
 
 _OP = re.compile(r"(?:^|/)(\w+ \[[^\[\]]*\])(?=/|$)")  # as written by `runtime.lowering.scopes.of_op`
 

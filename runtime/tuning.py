@@ -165,7 +165,7 @@ class _MachineFigures(NamedTuple):
 
 
 def _figures(program: CompiledProgram) -> _MachineFigures | None:
-    """Figures of the machine that a program is compiled for; `None` for an unknown chip."""
+    """Figures of a program's machine; `None` for an unknown chip."""
     chip = program.device.chip
     return None if chip is None else _MachineFigures(str(program.device.target or chip.name), chip.memory_bytes)
 

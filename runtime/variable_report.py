@@ -1,4 +1,4 @@
-"""What the report of a program says of its variables."""
+"""Report of a program's variables."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from runtime.targets.offline import Target
 
 
 class AnalyzedNames(dict[str, Any]):
-    """Names of a program, in which the first call of one function is analyzed, and ends the program."""
+    """Names of a program: analyzes the first call of one function, which then ends the program."""
 
     def __init__(self, name: str, target: Target | None) -> None:
         super().__init__(__name__="__main__", __builtins__=__builtins__)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 IMPOSSIBLE = -1e30
-"""The logarithm of 0: finite, so that gradients are."""
+"""Finite logarithm of 0, so that gradients are finite."""
 
 
 def beam_search(log_probs: Any, lengths: Any, *, blank: int, beam_width: int, top_paths: int) -> tuple[Any, Any, Any]:

@@ -91,5 +91,5 @@ def parser_of(value: object) -> ICustomArgParser | None:
 
 
 def parsers() -> dict[type, ICustomArgParser]:
-    """All registered parsers, in registration order; for sharing with other processes."""
+    """Registered parsers in registration order, for sharing with other processes."""
     return dict(_parsers)

@@ -21,10 +21,10 @@ from poptorch.errors import createPoptorchError
 
 Number = bool | int | float
 Operand = Number | tuple[int]
-"""A number, or the position of a carried or computed number, as a tuple."""
+"""Operand of a step: a number, or the position of a carried or computed number as a tuple."""
 
 CHOICE = "?"
-"""The step in which Python asks whether a number is true. Its arguments are the number, and the answer."""
+"""Step that asks for the truth value of a number. Arguments: the number, and the answer."""
 
 _OPERATORS = "add sub mul truediv floordiv mod pow neg pos abs eq ne lt le gt ge and_ or_ xor invert lshift rshift"
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -33,12 +33,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"numpy.{name}": each for name, each in vars(np).items() if isinstance(each, np.ufunc)},
     **{f"builtins.{name}": getattr(builtins, name) for name in ("bool", "float", "int", "max", "min", "round")},
 }
-"""What steps do, by name."""
+"""Functions of steps, by name."""
 
 
 @dataclass(frozen=True)
 class NumberPath:
-    """One control-flow path of `forward` through its number arithmetic, up to a return or error.
+    """Control-flow path of `forward` through its number arithmetic, up to a return or error.
 
     Attributes:
         steps: names of functions, and their arguments.

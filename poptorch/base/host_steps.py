@@ -1,4 +1,4 @@
-"""Steps on the CPU of optimisers that torch does not have. `poptorch.program.formulas` has those of programs."""
+"""CPU implementations of optimiser steps that torch lacks. `poptorch.program.formulas` has those of programs."""
 
 from __future__ import annotations
 

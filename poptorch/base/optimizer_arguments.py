@@ -1,4 +1,4 @@
-"""Arguments of optimisers: which are torch's alone, which are constants of a program, and checks of their values."""
+"""Arguments of optimisers: those of torch alone, constants of a program, and checks of values."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def patched(holder: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def pushed(stack: list[Item], item: Item) -> Iterator[Item]:
-    """Have an item on top of a stack within a block."""
+    """Push an item onto a stack for the duration of a block."""
     stack.append(item)
     try:
         yield item

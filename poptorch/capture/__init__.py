@@ -1,1 +1,1 @@
-"""From a PyTorch function to a `Trace`: its ops, one by one, without computing any value."""
+"""Capture of a PyTorch function as a `Trace` of its ops, without computing any value."""

@@ -98,7 +98,7 @@ class Attributes:
 
 
 def paths_of_modules(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
-    """A module and its submodules, with their paths.
+    """Module paths: of a module and its submodules.
 
     Raises:
         Error: for modules of `torch.jit`.

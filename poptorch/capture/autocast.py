@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 NARROWED = frozenset({"torch.linear", "torch.matmul", "torch.scaled_dot_product_attention"})
-"""Functions that `torch.autocast` computes in the narrower type, and that are kept whole in it."""
+"""Preserved functions that `torch.autocast` computes in the narrower type."""
 
 
 def autocast_dtype() -> torch.dtype | None:

@@ -225,5 +225,5 @@ BACKWARD: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     **_by_rank("upsample_nearest{}d", _upsample, 1, 2, 3, has_corners=False),
     **_by_rank("_upsample_nearest_exact{}d", _upsample, 1, 2, 3, has_corners=False),
 }
-"""What gives the results of an op, for the same arguments: of those of the backward pass, of norms that it goes
-through, of products that gradients of bilinear layers are, and of zeros that are derivatives in forward mode."""
+"""Functions with the results and arguments of an op: ops of the backward pass, norms within them, products within
+gradients of bilinear layers, and zeros as forward-mode derivatives."""

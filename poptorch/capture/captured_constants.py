@@ -119,7 +119,7 @@ def user_line(frame: FrameType | None = None, excludes: Sequence[str] = ()) -> S
 
 
 _Part = tuple[Any, Any, Any, str]
-"""Holder of an object, key of the object in it, the object, and its name in messages."""
+"""Reference to an object: its holder, its key there, the object, and its name in messages."""
 
 
 def _locate(t: torch.Tensor, roots: Iterable[_Part], own: Collection[int]) -> tuple[_Part, bool] | None:

@@ -26,7 +26,7 @@ from poptorch.errors import createPoptorchError
 _BY_SHAPE = frozenset(
     f"aten.{form}" for name in ("empty", "full", "ones", "zeros") for form in (f"new_{name}", f"{name}_like")
 ) | {"aten.new_empty_strided"}
-"""Ops that take the shape of a tensor, and not its numbers."""
+"""Ops that use only the shape of a tensor, not its numbers."""
 
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "torch.pad": F.pad,
@@ -37,7 +37,7 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "torch.log_softmax": F.log_softmax,
     "torch.embedding": F.embedding,
 }
-"""Functions kept whole of which constants are made. None is random, or overwrites anything."""
+"""Preserved functions with constant folding. None is random, or overwrites anything."""
 
 
 HOST_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}

@@ -30,7 +30,7 @@ _NEVER_BREAKING = (torch.Tensor.data_ptr, torch.Tensor.__format__)
 
 
 class TensorContents:
-    """Contents of the tensors of a capture.
+    """Tensor contents known during a capture.
 
     Args:
         breaks: graph breaks of the capture; `None` if none are allowed.

@@ -134,7 +134,7 @@ def packed(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., t
 
 
 _ONE_BY_ONE = 2**15
-"""How many elements PyTorch changes in order: it divides more among threads."""
+"""Number of elements up to which PyTorch updates in order; it divides larger tensors among threads."""
 
 _MOST_PASSES = 64
 """Most passes that are unrolled. A tensor expanded further is updated once, as if all of its copies were equal."""

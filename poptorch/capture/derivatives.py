@@ -29,7 +29,7 @@ OWN = "poptorch.own_derivative"
 
 @dataclass
 class Application:
-    """One call of a function with a custom derivative.
+    """Call of a function with a custom derivative.
 
     Attributes:
         context: context object that PyTorch passes to its `backward`.
@@ -274,7 +274,7 @@ def substitute(nodes: Iterable[Node], replaced: Callable[[Value], Value]) -> Non
 
 
 def own_derivative(values: Sequence[Value], backward: Trace, origin: Node, **arguments: Any) -> Node:
-    """An op that makes these values, with a trace as its gradient, and the placement of another op."""
+    """Op that returns these values, with a trace as its gradient, and the placement of another op."""
     arguments["backward"] = backward
     node = Node(OWN, "", arguments, origin.placement, origin.scope, origin.source, regions=origin.regions)
     node.results = list(values)

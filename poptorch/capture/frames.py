@@ -19,7 +19,7 @@ class Frame:
     trace: Trace = field(default_factory=Trace)
     values: dict[int, Value] = field(default_factory=dict)
     inputs: dict[int, Value] = field(default_factory=dict)
-    """The inputs that stand for values from outside, by the identity of these."""
+    """Inputs that represent outside values, by identity of the latter."""
 
 
 class FrameStack:
@@ -68,7 +68,7 @@ class FrameStack:
 
     @contextmanager
     def nested(self) -> Iterator[Trace]:
-        """Record a function for an op of the current one."""
+        """Record a function for an op of the current frame."""
         frame = Frame()
         with pushed(self._frames, frame):
             yield frame.trace

@@ -14,7 +14,7 @@ from poptorch.base.logging_ import logger
 from poptorch.capture.trace import Node, Trace, Value
 
 APPLICATION = "_poptorch_application"
-"""An attribute of what PyTorch hands to the `backward` of a function whose derivative is written down, later on."""
+"""Name of the attribute, on the object that PyTorch passes to a custom `backward`, for the recorded application."""
 
 
 def record_gradient(value: Value, t: torch.Tensor, blocks_grad: bool) -> None:

@@ -1,4 +1,4 @@
-"""Gradient hooks: those on tensors become part of the program; those on modules, and others, have no effect in one."""
+"""Gradient hooks: hooks on tensors become part of the program; hooks on modules, and others, have no effect."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _HOLDING = {"argparse", "collections", "queue", "types", "weakref"}
 """Modules of Python whose objects hold those of users."""
 
 _MOST = 10_000
-"""The most objects that are looked into."""
+"""Maximum number of inspected objects."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ class HolderSnapshot:
 
 
 _ABSENT, GROWS = object(), object()
-"""Markers of an item that was absent before, and of a container that may have grown."""
+"""Markers: item that was absent before, container that may have grown."""
 
 
 class HostState:
@@ -316,8 +316,8 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
 def _weight_name(hook: Any) -> str | None:
-    """Attribute that a hook of `torch.nn.utils` computes from parameters before each `forward`: a weight that is
-    normalised (`weight_norm`, `spectral_norm`) or pruned."""
+    """Name of an attribute that a `torch.nn.utils` hook computes from parameters before each `forward`: a normalised
+    (`weight_norm`, `spectral_norm`) or pruned weight."""
     is_torchs = type(hook).__module__.startswith("torch.nn.utils.")
     return getattr(hook, "name", getattr(hook, "_tensor_name", None)) if is_torchs else None
 

@@ -13,7 +13,7 @@ from poptorch.errors import createPoptorchError
 from popxl.extend.source import SourceLocation
 
 MADE_IN_CAPTURE = "_poptorch_made_in_capture"
-"""An attribute of tensors that a capture has made, and that somebody has kept."""
+"""Name of the attribute that marks tensors made in a capture and kept after it."""
 
 
 _INDICES = {
@@ -21,14 +21,14 @@ _INDICES = {
     for name in ("embedding", "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_reduce",
                  "index_select", "scatter", "scatter_add", "scatter_reduce", "take")
 } | {f"torch.{name}": ("input",) for name in ("embedding", "embedding_bag")}  # fmt: skip
-"""Names of the arguments that say which rows, of ops that have such."""
+"""Argument names of row indices, for ops that have them."""
 
 
 _KINDS = {
     torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
     torch.bool: "Bool",
 }  # fmt: skip
-"""What PyTorch calls its dtypes in errors."""
+"""PyTorch's names of dtypes in errors."""
 
 
 class HostTensors:

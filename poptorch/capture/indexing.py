@@ -125,7 +125,7 @@ def _is_scalar(index: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _is_end(index: Any, contents: TensorContents) -> bool:
-    """Whether an end of a slice is read on the device."""
+    """Whether a slice bound depends on the device."""
     return _is_scalar(index) or _is_integer(index) and index.numel() == 1 and contents.is_one_program
 
 

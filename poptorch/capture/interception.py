@@ -1,4 +1,4 @@
-"""Modes of PyTorch that pass each function and each op to a `Tracer`."""
+"""PyTorch modes that pass each function and each op to a `Tracer`."""
 
 from __future__ import annotations
 

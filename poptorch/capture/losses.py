@@ -20,7 +20,7 @@ MARKED = frozenset({*LOSSES, "poptorch.identity_loss"})
 
 
 def final_loss(trace: Trace) -> Value:
-    """The single loss on which no other loss depends.
+    """Final loss: the only one on which no other loss depends.
 
     Among several losses, those without influence on a returned value are ignored, unless no other remains.
 
@@ -63,7 +63,7 @@ def final_loss(trace: Trace) -> Value:
 _SAME = frozenset(
     f"aten.{name}" for name in ("_to_copy", "alias", "clone", "reshape", "squeeze", "sum", "unsqueeze", "view")
 ) | {"poptorch.nop"}
-"""Ops whose results have the sum of what they are given."""
+"""Ops that preserve the sum of their operand."""
 
 
 def warn_about_other_loss(trace: Trace, loss: Value) -> None:

@@ -32,7 +32,7 @@ def averaging() -> AbstractContextManager[None]:
 
 
 def recurrent_in_any_dtype() -> AbstractContextManager[None]:
-    """Let recurrent modules accept inputs whose dtype differs from their weights, as the underlying functions do."""
+    """Accept inputs of recurrent modules whose dtype differs from their weights, as the underlying functions do."""
 
     def enter_rnn(module: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.RNNBase):

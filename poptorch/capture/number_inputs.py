@@ -30,7 +30,7 @@ _CARRYING: dict[str, Collection[str]] = {
     "aten.lerp": ("weight",),
     "torch.dropout": ("p",),
 }
-"""Arguments of ops that may be constants or inputs of the program."""
+"""Op arguments that may be constants or program inputs."""
 
 
 def holds_counters(arguments: Any) -> bool:

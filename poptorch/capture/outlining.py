@@ -22,10 +22,10 @@ from popxl.extend.arguments import exact_key
 from popxl.extend.graphs import last_uses
 
 CALL = "poptorch.call"
-"""Name of the op that runs a trace: its arguments are the `trace`, the `inputs` and a `name`."""
+"""Op name of a call. Arguments: `trace`, `inputs` and `name`."""
 
 SMALLEST = 8
-"""A module is called only if it has as many ops: calls cost something, too."""
+"""Least number of ops of an outlined module, as calls have a cost."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class PreservedFunction:
     otherwise: Callable[..., Any] | None = None
 
     def signature(self, function: Callable[..., Any]) -> inspect.Signature:
-        """Parameters of one of the functions."""
+        """Signature of one of the functions."""
         return _signature(self.like or function)
 
     def arguments(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any] | None:
@@ -139,8 +139,7 @@ _LOSSES_OF_TORCH = _named(
     "poisson_nll_loss triplet_margin_loss",
     torch,
 )
-"""Losses that `torch` has by the names of `torch.nn.functional`, but with parameters of their own. The reduction is
-a number."""
+"""Losses in `torch` named as in `torch.nn.functional`, but with other parameters. The reduction is a number."""
 
 _PRESERVED_LOSSES = (
     *(_preserve(loss) for loss in (*_LOSSES, *_LOSSES_OF_TORCH)),
@@ -154,7 +153,7 @@ LOSSES = frozenset(each.op for each in _PRESERVED_LOSSES)
 """Names of the ops that are losses."""
 
 COMPOSED_LOSSES = (F.triplet_margin_with_distance_loss,)
-"""Losses that run a function of the user's: their ops are captured one by one, and the result is marked."""
+"""Losses that call a user function: their ops are captured separately, and the result is marked."""
 
 
 def _shaped_as_combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
@@ -281,10 +280,10 @@ PRESERVED_FUNCTIONS: tuple[PreservedFunction, ...] = (
 
 _CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
 _OF_THE_ACTIVATION = (*_named(f"linear bilinear linear_cross_entropy {_CONVOLUTIONS}", F), *_RECURRENT, *_CELLS)
-"""Functions that compute in the dtype of their first argument. (PyTorch wants all arguments to have the same.)"""
+"""Functions computed in the dtype of their first argument. (PyTorch requires equal dtypes.)"""
 
 _OF_QUERY_KEY_AND_VALUE = (F.multi_head_attention_forward, F.scaled_dot_product_attention)
-"""Functions that compute in the dtype to which these are promoted, whatever that of weights and masks."""
+"""Functions computed in the promoted dtype of query, key and value, regardless of weights and masks."""
 
 
 _PRODUCTS = "addbmm addmm addmv addr baddbmm lerp"

@@ -100,7 +100,7 @@ class Recorder:
         return value
 
     def state_of(self, t: torch.Tensor) -> tuple[TensorStorage, int]:
-        """Storage of a tensor, and the version of its contents."""
+        """State of a tensor: storage, and version of its contents."""
         if id(t) not in self._views:
             self.value_of(t)  # registers it
         storage = self._views[id(t)].storage  # perhaps of a body that has ended

@@ -1,4 +1,4 @@
-"""`CaptureRequest`: a function to capture, and how."""
+"""`CaptureRequest`: a function to capture, and its settings."""
 
 from __future__ import annotations
 

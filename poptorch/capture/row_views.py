@@ -17,7 +17,7 @@ from poptorch.capture.storages import TensorStorage
 from poptorch.capture.torch_private import FakeTensor, in_transform, storage_key
 
 _State = tuple[TensorStorage, int]
-"""Storage of a tensor, and the version of its contents."""
+"""State of a tensor: storage, and version of its contents."""
 
 
 @dataclass(eq=False)

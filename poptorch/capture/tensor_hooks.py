@@ -17,7 +17,7 @@ Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 @dataclass(frozen=True)
 class TensorHook:
-    """Hook on the gradient of a value; `None` for the value of a tensor that is no part of the trace.
+    """Gradient hook of a value; `None` for a tensor outside the trace.
 
     Attributes:
         number: key among `hooks`, all those of the tensor. A removed hook is no longer there.

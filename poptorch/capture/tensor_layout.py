@@ -1,4 +1,4 @@
-"""`TensorLayout`, the layout of a tensor in its storage, and `views_between`, the views from one layout to another.
+"""`TensorLayout`: position of a tensor in its storage; `views_between`: views from one layout to another.
 
 PyTorch knows for each tensor the numbers of its storage that it views. A value of a trace has numbers, and no storage:
 a view of it is an op that arranges its numbers like a tensor elsewhere in the storage.

@@ -39,7 +39,7 @@ from poptorch.capture.quantisation import QUANTISATION
 from poptorch.capture.torchvision_ops import OF_TORCHVISION
 
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""What fake tensors raise where a result, or its shape, depends on the numbers in them."""
+"""Errors raised by fake tensors if a result, or its shape, depends on their numbers."""
 
 
 def fake_mode() -> FakeTensorMode:
@@ -212,8 +212,8 @@ def _has_storage(t: Any) -> bool:
 
 
 def become(t: torch.Tensor, other: torch.Tensor) -> None:
-    """Replace a tensor in place by another, for all references, where that is possible: not for tensors that PyTorch
-    itself holds, for views of them or for a backward pass.
+    """Replace a tensor in place by another, for all references, if possible: not for tensors held by PyTorch itself,
+    for views of them or for a backward pass.
     """
     if t._use_count() != 1:  # type: ignore[attr-defined]
         return
@@ -270,7 +270,7 @@ def written_arguments(op: torch._ops.OpOverload) -> tuple[str, ...]:
 
 
 _IRRELEVANT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
-"""Arguments of ops that do not change a number here."""
+"""Op arguments that change no numbers here."""
 
 
 def arguments_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ BASE = object()
 
 @dataclass(frozen=True)
 class View:
-    """One step of a lens: a view op applied to `BASE`, with a result position.
+    """View step of a lens: a view op applied to `BASE`, with a result position.
 
     Attributes:
         repeats: whether the view overlaps itself: some elements of its base occur more than once.
@@ -204,7 +204,7 @@ class Trace:
 
 
 def origins(values: Iterable[Value], is_followed: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
-    """Ops from which values derive, directly or indirectly, as far as ops are followed."""
+    """Ops from which values derive, directly or indirectly, through followed ops."""
     waiting, known = list(values), set[Node]()
     while waiting:
         node = waiting.pop().producer

@@ -50,7 +50,7 @@ _OVERWRITING = frozenset(
     f"aten.{name}_"
     for name in ("bernoulli", "cauchy", "copy", "exponential", "fill", "geometric", "log_normal", "normal", "random")
 ) | {"aten.uniform_", "aten.zero_"}
-"""In-place ops whose results do not depend on the overwritten contents. Their names keep the underscore."""
+"""Overwriting ops whose results are independent of previous contents. Their names keep the underscore."""
 
 
 _NOT_A_VIEW = (

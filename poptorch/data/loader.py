@@ -204,7 +204,7 @@ class _Traced:
 
 
 def _micro_batches(options: Options) -> int:
-    """Number of micro-batches of a call with rows of their own."""
+    """Micro-batches of a call that have rows of their own."""
     groups = options.replication_factor // options.input_group_size
     return options.device_iterations * groups * options.Training.gradient_accumulation
 

@@ -47,13 +47,13 @@ _START_METHODS = {
 }
 
 FORKS = sys.platform == "linux"
-"""Whether processes can be copies of others. Elsewhere libraries of the system do not stand it."""
+"""Whether processes can be forks. On other systems, system libraries do not survive forking."""
 
 _ALIGNMENT = 64
 """Bytes. Tensors in a slot begin at multiples of it: a cache line, and a multiple of the size of any number."""
 
 _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
-"""What is raised for something that cannot be pickled."""
+"""Errors raised for objects that cannot be pickled."""
 
 _PATIENCE = 5
 """Seconds between the request to end and the termination of a worker."""

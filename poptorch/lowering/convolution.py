@@ -51,7 +51,7 @@ def convolution(
 
 
 def per_axis(sizes: int | Sequence[int], axes: int) -> tuple[int, ...]:
-    """One size per axis: the given sizes, or a single size repeated."""
+    """Size per axis: the given sizes, or a single size repeated."""
     given = (sizes,) if isinstance(sizes, int) else tuple(sizes)
     return given * axes if len(given) == 1 else given
 

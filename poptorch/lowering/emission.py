@@ -73,7 +73,7 @@ def spec_of(value: Value) -> popxl.TensorSpec:
 
 
 class SeedSequence:
-    """Seeds for the random ops of a graph, each of which has its own.
+    """Separate seeds for the random ops of a graph.
 
     Args:
         source: function that returns a seed tensor; `None` where random numbers are not available.

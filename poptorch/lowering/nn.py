@@ -73,7 +73,7 @@ _along_a_dim("aten._safe_softmax", kind=masked_softmax)
 # Embeddings -----------------------------------------------------------------------------------------------------------
 
 _paced = OpKind("Pace", lambda rows, pace: rows, gradient={"rows": lambda g, pace: g * pace}, key="poptorch.Pace")
-"""Rows as they are, whose gradients are multiplied."""
+"""Identity of rows, with scaled gradients."""
 
 
 @jax_op(title="EmbeddingPace")

@@ -195,7 +195,7 @@ def _by_statistics(
 
 
 def _of_channels(input: popxl.Tensor) -> tuple[int, ...]:
-    """All axes but that of the channels."""
+    """Axes of the channels' elements: all but the channel axis."""
     return (0, *range(2, len(input.shape)))
 
 

@@ -15,7 +15,7 @@ from popxl.context import get_current_context
 
 Number = bool | int | float
 Optional = popxl.Tensor | None
-"""An operand that may be left out."""
+"""Optional operand."""
 
 broadcast = OpKind(
     "Expand",

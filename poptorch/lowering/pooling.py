@@ -23,7 +23,8 @@ Table = NDArray[np.int32]
 """A row for each window along an axis: the positions that it sees. Those short of positions see one several times."""
 
 LONG = 16
-"""How many positions are looked at step by step, which is quicker. More are gathered, which compiles faster."""
+"""Number of positions up to which they are compared one by one, which runs faster. More are gathered, which compiles
+faster."""
 
 # Windows --------------------------------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ def _table(windows: Windows | Table) -> Table:
 
 
 def _readers(table: Table, size: int) -> Table:
-    """For each position, the indices of windows covering it, padded with the window count."""
+    """Indices of windows covering each position, padded with the window count."""
     windows = np.repeat(np.arange(len(table)), table.shape[1])
     pairs = np.unique(np.stack([table.reshape(-1), windows], 1), axis=0)
     nth = np.arange(len(pairs)) - np.searchsorted(pairs[:, 0], pairs[:, 0])

@@ -21,8 +21,8 @@ from popxl.op import VJP, OpKind
 
 
 def _draw(name: str, function: Callable[..., Any], gradient: Any = None) -> Callable[..., popxl.Tensor]:
-    """Wrap a function of a JAX key as an op; calls draw a new seed. Its `shape`, if it has one, is that of the result
-    of the lowered op."""
+    """Wrap a function of a JAX key as an op; each call draws a new seed. A `shape` argument is that of the lowered op's
+    result."""
     is_shaped = "shape" in inspect.signature(function).parameters
 
     @functools.wraps(function)

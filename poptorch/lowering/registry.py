@@ -85,5 +85,5 @@ def has_lowering(op: str, overload: str) -> bool:
 
 
 def lowerings() -> Mapping[str, Lowering]:
-    """All lowerings by op name."""
+    """Registered lowerings by op name."""
     return dict(_lowerings)

@@ -192,7 +192,7 @@ def replaced(base: Any, content: Any) -> Any:
 
 
 _PARTS = ("aten.select", "aten.slice", "aten.split", "aten.split_with_sizes", "aten.unbind")
-"""Views of a part of a dimension."""
+"""Views that select part of a dimension."""
 
 
 def _write_one_view(

@@ -105,7 +105,7 @@ def _check_ids(what: str, user_id: object, ipu_id: object) -> None:
 
 
 class _Mark:
-    """The block of a function; or of a module, as its forward-pre-hook. A class, so that these support pickling.
+    """Block marker of a function; or of a module, as its forward-pre-hook. A class, so that both support pickling.
 
     Args:
         ends: whether the block ends with the module or function; `end` is the forward-hook. Otherwise it lasts until

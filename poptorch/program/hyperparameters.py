@@ -1,4 +1,4 @@
-"""Hyperparameters of optimisers: a vector of variable ones as an input of the program, others as constants."""
+"""Hyperparameters of optimisers: variable ones in an input vector of the program, others as constants."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Hyperparameters:
         return key in self._variable
 
     def value(self, key: Key, values: np.ndarray) -> float:
-        """One hyperparameter's value, given the variable ones."""
+        """Value of a hyperparameter, given the variable ones."""
         return float(values[self._variable.index(key)] if key in self._variable else self.constants[key])
 
     def named(self, values: np.ndarray) -> dict[Key, Any]:
-        """All hyperparameters by name, given the variable ones."""
+        """Hyperparameters by name, given the variable ones."""
         return {**self.constants, **dict(zip(self._variable, values.tolist(), strict=True))}
 
     def values(self, optimizer: torch.optim.Optimizer) -> np.ndarray:

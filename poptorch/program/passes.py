@@ -20,7 +20,7 @@ from popxl.transforms import GradGraphInfo
 from popxl_addons.transforms.graph_copies import Transfers, copy_graph
 
 Key = popxl.Tensor | str
-"""A tensor of the model's graph; or the name of one that the caller has."""
+"""Key of a value: a tensor of the model's graph, or the name of a caller's tensor."""
 
 Values = Mapping[popxl.Tensor, popxl.Tensor]
 """Tensors of the current graph by those of the model's graph."""
@@ -29,7 +29,7 @@ START = "//start"
 """Name of the gradient of the loss."""
 
 InputMaker = Callable[[str, popxl.TensorSpec], popxl.Tensor]
-"""What gives a graph an input for a tensor of the caller, by its name."""
+"""Function that adds a graph input for a named tensor of the caller."""
 
 
 @dataclass(frozen=True)

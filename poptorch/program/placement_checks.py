@@ -12,7 +12,7 @@ from poptorch.placement.capture_context import OpPlacement
 from poptorch.placement.strategies import ParallelPhasedExecution, ShardedExecution
 
 MAX_UNITS = 64
-"""How many units a process may ask for."""
+"""Maximum number of units per process."""
 
 
 def check_placement(sites: Sequence[OpPlacement], options: Options, training: bool) -> None:

@@ -447,4 +447,4 @@ def _noise(spec: popxl.TensorSpec, number: int) -> popxl.Tensor:
 
 
 _INFERENCE_ONLY = {name.lower(): name for name in ("poptorch.for_loop", "poptorch.cond", "poptorch.CPU")}
-"""Ops that are not differentiated, and what users call them."""
+"""Non-differentiable ops, with their names for users."""

@@ -23,7 +23,7 @@ class Recomputation:
         self._kind = options._Popart.recomputation
 
     def before_outlining(self, nodes: Sequence[Node]) -> list[Node]:
-        """All ops, with regions added that require no module information."""
+        """Ops with added regions that require no module information."""
         if self._kind in (None, RecomputationType.Pipeline):
             return between_checkpoints(nodes, self._by_stage)
         if self._kind is RecomputationType.RecomputeAll:
@@ -42,7 +42,7 @@ class Recomputation:
             )
 
     def after_outlining(self, nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
-        """All ops, with recomputed regions replaced by calls."""
+        """Ops with recomputed regions replaced by calls."""
         if self._kind in _OF_LAYERS:
             nodes = layers(nodes)
         return as_calls(nodes, wanted)

@@ -190,7 +190,7 @@ WHOLE: dict[str, Any] = {  # the same for all groups
 }
 BETAS = ("beta1", "beta2")
 CYCLED = "base_momentum"
-"""What schedulers that change momentum, or the first of the betas, note in parameter groups when they are made."""
+"""Keys that schedulers of momentum, or of the first beta, add to parameter groups at construction."""
 
 
 # Settings of an optimiser ---------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def hyperparameters_of(optimizer: torch.optim.Optimizer, rule: Rule) -> dict[Key, Any]:
-    """All hyperparameters of an optimiser, by group (`None` for global values) and name."""
+    """Hyperparameters of an optimiser, by group (`None` for global values) and name."""
     found: dict[Key, Any] = {(None, name): _plain(getattr(optimizer, name, None), d) for name, d in WHOLE.items()}
     combined = found[None, "use_combined_accum"]
     for i, group in enumerate(optimizer.param_groups):

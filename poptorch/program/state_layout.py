@@ -21,7 +21,7 @@ from poptorch.program.hyperparameters import RECOMPILE, Hyperparameters
 from poptorch.program.rules import VELOCITY, WHOLE, Key, Rule, StateSpec
 
 STEP = "Step"
-"""Name of the step count in the state; `Step___<parameter>` for a parameter with its own count."""
+"""State name of the step count; `Step___<parameter>` for a parameter with its own count."""
 
 LOSS_SCALE_FACTOR = "lossScaleUpdateFactor"
 """Name of the state that automatic loss scaling multiplies the loss scale by."""

@@ -22,7 +22,7 @@ from popxl_addons.rts import gather_replica_sharded_tensor
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one tensor is kept.
+    """Storage location of one tensor.
 
     Attributes:
         spec: shape and dtype of the whole tensor, on a replica.

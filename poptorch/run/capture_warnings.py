@@ -1,4 +1,4 @@
-"""Warnings about a capture: uses of the host by `forward` that its program does not repeat in each run."""
+"""Warnings about host effects of `forward` that its program does not repeat in each run."""
 
 from __future__ import annotations
 

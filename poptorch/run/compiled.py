@@ -329,7 +329,7 @@ class Compiled:
             self._write({random: seeds.reshape(random.shape_on_host)})
 
     def persistent_state(self) -> dict[tuple[str, str], np.ndarray]:
-        """All state carried between runs, keyed by kind (weight, state, number or random) and name."""
+        """Persistent state between runs, keyed by kind (weight, state, number or random) and name."""
         counters = {("number", name): np.asarray(number) for name, number in self.counter_values.items()}
         return self._fetched(self._persistent) | counters
 

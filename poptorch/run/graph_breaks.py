@@ -337,7 +337,7 @@ class BrokenGraph:
         return sum(each.version for each in self._programs)
 
     def persistent_state(self) -> dict[tuple[str, str], np.ndarray]:
-        """All state carried between runs: weights, keyed by kind and name."""
+        """Persistent state between runs: weights, keyed by kind and name."""
         return {("weight", name): array for name, array in self.weights().items()}
 
     def write_persistent_state(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:

@@ -40,7 +40,7 @@ from poptorch.run.subgraphs import ExecutionPath
 
 @dataclass
 class ModelCapture:
-    """Captures of a model for one compilation.
+    """Captures of one model for one compilation.
 
     Attributes:
         batching: distribution of the rows of a call.

@@ -1,4 +1,4 @@
-"""`OptimizerState`: the copies of an optimiser's state, on the host and in a program, and which of them is the newest.
+"""`OptimizerState`: host and program copies of an optimiser's state, with tracking of the newest.
 
 There are three: the program's; its copy in the program's format, `DeviceState`, which optimisers of poptorch show as
 `"ipu_state"`; and `optimizer.state` in PyTorch's format, `MirroredState`. The program's is the newest after a run, and
@@ -98,7 +98,7 @@ class OptimizerState:
         return self._mirror.has_changed(self._program.owners.values())
 
     def take_changes(self) -> None:
-        """Schedule changes of `optimizer.state` for upload: by the user, or by other wrappers."""
+        """Schedule uploads for changes of `optimizer.state` by the user or by other wrappers."""
         program, state = self._program, self._optimizer.state
         assert program is not None
         if self._is_offline:

@@ -105,7 +105,7 @@ class ProgramState:
         return found
 
     def value(self, name: str) -> torch.Tensor:
-        """One hyperparameter or state tensor, or `finalLossScale`."""
+        """Value of a hyperparameter or state tensor, or `finalLossScale`."""
         numbers = self._update.named_values(self._numbers)
         if name in numbers:
             return torch.tensor(numbers[name])

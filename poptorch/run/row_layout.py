@@ -1,4 +1,4 @@
-"""`RowLayout`: arrays that a program takes, from the tensors of a call, and tensors from the arrays that it returns."""
+"""`RowLayout`: conversion of call tensors to program arrays, and of returned arrays to tensors."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def read_model(filename: str | os.PathLike[str]) -> Saved:
 
 
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, RuntimeError)
-"""What is raised for data that nobody has written."""
+"""Errors raised for invalid data."""
 
 
 class Saved:
@@ -422,7 +422,7 @@ def _reference(item: Any) -> Any:
 
 
 def _io_within(session: popxl.Session, io: Any) -> ProgramIO:
-    """Streams and variables of a loaded session, for those of a file."""
+    """Streams and variables of a loaded session that correspond to those of a file."""
     streams = (*session.expected_inputs(), *session.create_host_outputs())
     by_reference = {_reference(item): item for item in (*session.ir.main_graph.variables, *streams)}
     loaded = pytree.tree_map_only(tuple, by_reference.__getitem__, io, is_leaf=lambda leaf: isinstance(leaf, tuple))

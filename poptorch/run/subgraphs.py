@@ -15,7 +15,7 @@ from poptorch.capture.trace import Node, Trace, Value, external_inputs
 from poptorch.run.compiled import Compiled
 
 ValueId = tuple[Any, ...]
-"""Where a value comes from: an argument, a parameter or buffer, an op by its number, a graph break."""
+"""Origin of a value: an argument, a parameter or buffer, an op by its number, a graph break."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Subgraph:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the model, in progress.
+    """Model call in progress.
 
     Attributes:
         tensors, objects: arguments; see `Compiled.run`.

@@ -12,8 +12,8 @@ _LIBRARIES = frozenset({"contextlib", "functools", "poptorch", "popxl", "runtime
 
 
 class ShortTracebacks:
-    """Context in which an error loses its frames before the first one of the model's code; not those after it, such as
-    of an op that refuses an operand.
+    """Context that removes traceback frames before the first frame of the model's code; later ones stay, such as those
+    of an op that rejects an operand.
 
     Errors without such a frame, or below JAX, keep all frames, as do all with the log level `"DEBUG"`.
     """

@@ -150,7 +150,7 @@ class TrainedBrokenGraph(BrokenGraph):
         self._saved |= {("weight", name): array.copy() for name, array in host.items() if name not in own}
 
     def persistent_state(self) -> dict[tuple[str, str], np.ndarray]:
-        """All state carried between runs, keyed by kind (weight, state or random) and name."""
+        """Persistent state between runs, keyed by kind (weight, state or random) and name."""
         self._save_newest()
         return self._saved
 

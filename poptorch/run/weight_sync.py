@@ -1,4 +1,4 @@
-"""`WeightSync`: the two copies of a wrapper's weights, on the host and on the device, and which of them is current.
+"""`WeightSync`: host and device copies of a wrapper's weights, with tracking of the current one.
 
 The device's copy is newer after a run that changes weights, the host's after a write to the module or after a run of
 another wrapper that trains the same module. `LazyWeights` copies the device's values back at their first read,
@@ -109,7 +109,8 @@ class WeightSync:
     # Changes --------------------------------------------------------------------------------------------------------
 
     def has_news(self) -> bool:
-        """Whether other wrappers of this module have changed it since the previous call; the module is current then."""
+        """Whether other wrappers of this module have changed it since the previous call; if so, the module is
+        current."""
         return self._trainings.have_news(self.lazy)
 
     def host_has_changed(self) -> bool:

@@ -200,7 +200,7 @@ class LazyWeights:
         self.data_accessed = True
 
     def on_missing_gradient(self, reader: str) -> None:
-        """Warn the module that reads a gradient, which is `None`."""
+        """Warn a module whose missing gradient (`None`) is read."""
         if self.trains:
             self.gradients.warn(reader)
 

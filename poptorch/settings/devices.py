@@ -1,4 +1,4 @@
-"""Options of the machine that models run on or are compiled for."""
+"""Options for the machine of models and compilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The groups within `poptorch.Options`, each with its settings and the methods that store them."""
+"""Groups within `poptorch.Options`, with their settings and methods."""
 
 from __future__ import annotations
 

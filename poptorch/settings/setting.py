@@ -15,12 +15,12 @@ from enum import Enum
 from typing import Any, Self, get_type_hints
 
 NO_EFFECT = "no effect here"
-"""What a setting says that decides speed, memory or scheduling on hardware that programs ran on before."""
+"""Effect text of settings that affect only speed, memory or scheduling of the original hardware."""
 
 
 @dataclass(eq=False)
 class Setting:
-    """One setting of a group, declared in its class body: `device_iterations: int = setting(1, ...)`.
+    """Setting of a group, declared in its class body: `device_iterations: int = setting(1, ...)`.
 
     Values lie in the `__dict__` of each group, where they stand before this declaration.
 
@@ -192,7 +192,7 @@ class OptionsDict:
         return self._set(**other)
 
     def toDict(self) -> dict[str, Any]:
-        """All settings by name.
+        """Settings by name.
 
         Example:
             >>> import poptorch

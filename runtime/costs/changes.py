@@ -15,7 +15,7 @@ R = TypeVar("R", bound=Record)
 
 
 class CostChange(Record):
-    """One quantity that changed.
+    """Change of one quantity.
 
     Attributes:
         what: the quantity: "temporaries", "kernels", "bytes of all-reduce".

@@ -47,7 +47,7 @@ def _bits(dtype: str) -> int:
 
 @dataclass(eq=False)
 class Instruction:
-    """One instruction.
+    """HLO instruction.
 
     Attributes:
         opcode: HLO opcode, such as "fusion" or "all-reduce-start".

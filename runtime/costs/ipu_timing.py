@@ -69,7 +69,7 @@ def timing_of(
 
 
 class _Arrival(NamedTuple):
-    """Arrival of an array: its IPU, the time from which it is there, and its bytes."""
+    """Arrival of an array: IPU, time of availability, and bytes."""
 
     ipu: int
     time: float

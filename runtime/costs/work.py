@@ -77,7 +77,7 @@ class Product(NamedTuple):
 
 
 class SizedProduct(NamedTuple):
-    """One matrix product, (batch, rows, depth) times (batch, depth, columns).
+    """Matrix product of (batch, rows, depth) and (batch, depth, columns).
 
     Attributes:
         product: dtype and precision.

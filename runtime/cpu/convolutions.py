@@ -113,7 +113,7 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
         totals = [w.size - 1 - w.stride * (w.count - 1) for w in windows]
 
         def all_positions(t: Any, weight: Any) -> Any:
-            """One matrix product for all kernel positions; results are added at their positions."""
+            """Product of one matrix for all kernel positions; results are added at their positions."""
             put = jnp.tensordot(weight, t, (0, 0))
             zero = jnp.zeros((), put.dtype)
 
@@ -179,7 +179,7 @@ def _kernel_positions(kernel: Sequence[int]) -> Iterable[tuple[int, ...]]:
 
 
 def _by_elements(x: Any, weight: Any, sliding: Sliding, groups: int) -> Any:
-    """One expression per output element: a sum of products."""
+    """Expression per output element: a sum of products."""
     filters, depth, *kernel = weight.shape
     x = x.reshape(groups, 1, depth, *x.shape[1:])
     w = weight.reshape(groups, filters // groups, depth, *kernel, *(1,) * (len(kernel) + 1))

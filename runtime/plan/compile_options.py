@@ -1,4 +1,4 @@
-"""`CompileOptions`: what ops are compiled for, and how."""
+"""`CompileOptions`: target and settings for compiling ops."""
 
 from __future__ import annotations
 

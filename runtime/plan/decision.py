@@ -23,8 +23,8 @@ ROLLED = 500
 compiles in seconds, and iterations have kernels that only cut rows out of arrays and put them back."""
 
 SECONDS_AN_OP = {"tpu": 0.1, "gpu": 0.03}
-"""How long XLA takes for an op at most, about, as training steps of language models were compiled on two cores. It is a
-count, and no clock, so that all processes of a program decide alike."""
+"""Estimated upper bound of XLA's compile time per op, for training steps of language models on two cores. A count, not
+a measured time, so that all processes of a program decide alike."""
 
 LONGEST = 6000
 """Seconds that XLA may take by that count for what is written out, where nothing is compared: beyond, loops are taken.
@@ -33,7 +33,7 @@ written out repays the seconds of its compiler after five times as many of runni
 many ops (200 000 on a GPU: some two thousand layers) is trained for longer."""
 
 WITHOUT_PRODUCTS = 2000
-"""A loop without products is made there if it saves so many: it has more kernels than what is written out."""
+"""Least number of saved ops for which a loop without products is rerolled: it has more kernels than unrolled code."""
 
 
 WORTHWHILE = 100_000
@@ -66,7 +66,7 @@ class Decision(NamedTuple):
 
 
 Reroll = Callable[..., Rerolling]
-"""`Rerolling` of a program, for its further arguments."""
+"""Function that creates a program's `Rerolling` from its further arguments."""
 
 
 def decide(

@@ -100,7 +100,7 @@ class HostControlFlow(Step):
 
     @property
     def iterations(self) -> int:
-        """How often a run executes the graph."""
+        """Number of executions of the graph in a run."""
         return len(self.numbers)
 
     def prepare(self, options_at: Mapping[int, CompileOptions]) -> None:
@@ -110,7 +110,7 @@ class HostControlFlow(Step):
 
     @cached_property
     def _numbered_inputs(self) -> tuple[tuple[Tensor, int], ...]:
-        """Used inputs that only the graph of a loop has, and their IPUs."""
+        """Used inputs specific to a loop's graph, with their IPUs."""
         starts = self.subplans[0].plan.initial_ipus
         return tuple((t, starts[t]) for t in self.loop_inputs if t in starts)
 

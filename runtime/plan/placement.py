@@ -34,7 +34,7 @@ def can_enter(op: Op, replicas: int = 1) -> bool:
 
 
 class OpPlacement:
-    """Placement of ops: of this class, all on one device, which stands for all IPUs as IPU 0.
+    """Placement of ops on one device, which represents all IPUs as IPU 0; base class of others.
 
     Attributes:
         host_executed: graphs on several IPUs, which the host executes step by step, but for those of calls.

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 
 TOGETHER = (4, 5, 3, 6, 7, 8)
-"""Equal steps that follow each other are one segment, so many at a time: the first of these numbers that leaves the
-fewest over, which are segments of their own. The more, the less often XLA has to wait for the end of one before it
-begins the next; the fewer, the less there is to compile."""
+"""Numbers of consecutive equal steps in one segment: the first number with the smallest remainder is used; remaining
+steps are segments of their own. Larger segments need fewer dispatches, smaller ones less compilation."""
 
 FEWEST, LONGEST = 4, 100
-"""Least repetitions, and most steps, of a sequence that becomes one segment, such as the gradient of a layer and the
-updates of its weights. One dispatch then replaces many small ones."""
+"""Least repetitions, and maximum number of steps, of a sequence that becomes one segment, such as a layer's gradient
+and weight updates. One dispatch then replaces many small ones."""
 
 SMALL = 300
 """This many ops are compiled quickly, whatever they repeat."""

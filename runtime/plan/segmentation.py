@@ -1,4 +1,4 @@
-"""`SegmentationPolicy`: the calls that are segments of a plan, and its benefit."""
+"""`SegmentationPolicy`: which calls are segments of a plan, and the estimated benefit."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from runtime.plan.stacks import Stack, stacks_of
 from runtime.plan.structure import StructuralEncoder, Structure, Structures, encoded
 
 SMALLEST = 16
-"""A graph of fewer ops is not worth a dispatch of its own: it is part of the segment that calls it."""
+"""Least number of ops of a graph that is dispatched separately; smaller graphs belong to the calling segment."""
 
 REPEATED = 600
-"""It pays to compile called graphs by themselves if XLA would otherwise compile this many ops that it has compiled
-already. So it is on CPUs, as `tests/benchmarks/ways.py` measured for blocks with norms, blocks without, and GPTs: from
-there on to keep the calls takes up to twice as long to compile and more; below, as long or less."""
+"""Number of repeatedly compiled ops from which separate compilation of called graphs pays, as
+`tests/benchmarks/ways.py` measured on CPUs for blocks with norms, blocks without, and GPTs: above it, keeping the calls
+takes longer to compile, up to twice as long and more; below, as long or less."""
 
 LARGE = 1_000_000
-"""How many numbers a call reads and writes, on average, from which on a CPU runs a plan as fast as anything else. Calls
-of fewer are quicker as iterations of a loop, which need no dispatch. (Measured likewise.)"""
+"""Average number of elements that a call reads and writes, from which a CPU runs a plan as fast as other modes. Smaller
+calls are faster as loop iterations, which need no dispatch. (Measured likewise.)"""
 
 
 class SegmentationPolicy:

@@ -34,14 +34,14 @@ from runtime.targets.compile_target import HOST
 from runtime.timeline import Recorder
 
 Key = Tensor | tuple[Tensor, int]
-"""A storage; or its copy on another IPU."""
+"""Key of a value: a storage, or its copy on another IPU."""
 
 Values = dict[Any, Array]
 """Contents of storages and copies, by their keys."""
 
 
 class Run:
-    """One run of a program: stream and buffer state, and step execution.
+    """Run of a program: stream and buffer state, and step execution.
 
     Args:
         where: the IPU of each stream and buffer.
@@ -105,7 +105,7 @@ class Run:
 
 @dataclass
 class Step:
-    """One step of the host.
+    """Host step of a plan.
 
     Attributes:
         reads: storages that the step reads, including those that it overwrites.
@@ -208,7 +208,7 @@ class Segment(Step):
 
     @cached_property
     def fresh_results(self) -> tuple[Tensor, ...]:
-        """Storages whose new value is in memory of its own."""
+        """Storages with new values in separate memory."""
         return tuple(t for t in self.makes if t not in self.donated)
 
     @cached_property

@@ -68,7 +68,7 @@ class Stages:
 
 
 def stages_of(options_at: Mapping[int, CompileOptions]) -> Stages | None:
-    """Stages of a program, if some belong to other processes."""
+    """Stages of a program partly owned by other processes."""
     return Stages(options_at) if any(options.compile_target.is_elsewhere for options in options_at.values()) else None
 
 
@@ -112,7 +112,7 @@ class StageLink:
         return jax.make_array_from_single_device_arrays(array.shape, self._target, received)
 
     def _executable(self, array: Array) -> Any:
-        """What sends arrays of one kind, compiled."""
+        """Compiled transfer of arrays of one kind."""
         kind = (array.shape, array.dtype)
         if kind not in self._executables:
             spec = self._both.spec

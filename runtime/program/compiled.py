@@ -186,7 +186,7 @@ def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     spread = layout.replicas.vmap_replicas(run_replica, shared=True)
 
     def step(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
-        """One run of the main graph on all replicas."""
+        """Function for one run of the main graph on all replicas."""
         known = dict(zip(layout.constant, constant, strict=True))
         read, others = (tuple(known[block] for block in blocks) for blocks in (own, shared))
         changed, fetches = spread(changing, read, layout.replicas_first(feeds, layout.channels), others)

@@ -63,7 +63,7 @@ class _Site:
 
 @dataclass(frozen=True)
 class _CollectiveCall:
-    """One replica's contribution to a collective op: operands, and their non-finite counts."""
+    """Contribution of one replica to a collective op: operands, and their non-finite counts."""
 
     op: Op
     operands: Sequence[Array]

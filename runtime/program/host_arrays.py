@@ -105,7 +105,7 @@ class HostArrays:
         return tuple(arrays)
 
     def with_rounding_key(self, feeds: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The feeds of a run, with the key of stochastic rounding in its place, if the program rounds."""
+        """Feeds of a run, including the key of stochastic rounding if the program rounds."""
         if self._rounding is None:
             return feeds
         ir = self._layout.main.ir
@@ -166,7 +166,7 @@ class HostArrays:
         return array.reshape(shape)
 
     def _replica_hint(self, stream: Stream, given: tuple[int, ...], shape: tuple[int, ...]) -> str:
-        """What to write where a feed has the right elements, but no dimension of the replicas."""
+        """Hint for a feed with the right elements, but without a replica dimension."""
         replicas = self._layout.replicas.local_count
         if replicas == 1 or not given:
             return ""

@@ -190,7 +190,7 @@ class Layout:
 
     @property
     def downloaded(self) -> Set[Variable]:
-        """Variables copied to the host by a download: those changed by the program, in their order."""
+        """Downloaded variables: those changed by the program, in their order."""
         changed = [self.resident[t] for t in self.changed]
         return dict.fromkeys([*changed, *(v for b in self.stored_to for v in self.in_buffers[b])]).keys()
 

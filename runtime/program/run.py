@@ -31,12 +31,12 @@ from runtime.signals import defer_signals
 from runtime.targets.compile_target import HOST
 from runtime.timeline import Recorder, Timeline
 
-_KEPT_OFF: set[Runner] = set()
-"""Who keeps garbage from being collected at present, in whichever threads. The last one has it collected again."""
+_GC_BLOCKERS: set[Runner] = set()
+"""Runners that disable garbage collection at present, in any thread. The last one enables it again."""
 
 
 def _is_lost(array: Array) -> bool:
-    """Whether an array has been donated; other processes' arrays, which are only described, never are."""
+    """Whether an array was donated; abstract arrays of other processes never are."""
     return isinstance(array, jax.Array) and array.is_deleted()
 
 
@@ -100,19 +100,19 @@ class Runner:
                 # Signals are handled, and may raise, after calls made by Python, and changed variables are donated. So
                 # C calls the executable, and no other call comes before its results are stored. Garbage collection is
                 # off too: JAX would call Python, where signals are handled.
-                collects = bool(_KEPT_OFF) or isenabled()
+                collects = bool(_GC_BLOCKERS) or isenabled()
                 try:
                     if collects:
-                        _KEPT_OFF.add(self)
+                        _GC_BLOCKERS.add(self)
                         disable()
                     results += starmap(self._quick, ((changing, store.constant, feeds),))
                     ((store.changing, fetches),) = results
                 finally:
                     if collects:
                         try:  # a signal may be handled, and raise, behind each call: here, too
-                            _KEPT_OFF.discard(self)
+                            _GC_BLOCKERS.discard(self)
                         finally:
-                            if not _KEPT_OFF:
+                            if not _GC_BLOCKERS:
                                 enable()
             else:
                 fetches = self._call_whole(changing, feeds)

@@ -32,7 +32,7 @@ from runtime.signals import defer_signals
 _log = Logger("devicex")
 
 NEVER = -1
-"""The version of what a device has before the first upload."""
+"""Version of device values before the first upload."""
 
 
 class Slot(NamedTuple):

@@ -22,13 +22,14 @@ from runtime.program.layout import Layout
 from runtime.targets.replicas import DividedReplicas
 
 Part = tuple[int, np.ndarray]
-"""A part of the values of a variable on the host: the index of its first element in the flat values, and elements."""
+"""Part of a variable's host values: index of its first element in the flat values, and elements."""
 
 Given = Mapping[Variable, Callable[[int, int], np.ndarray]]
 """Gives new values of variables on the host: the flat elements from one index to another, in the variable's dtype."""
 
 HostValue = tuple[Variable, np.ndarray, np.ndarray | None]
-"""A variable, a row for each value of its host copy, and a row for each replica if all replicas are read."""
+"""Fetched variable: the variable, a row for each value of its host copy, and a row for each replica if all replicas are
+read."""
 
 
 # To the device --------------------------------------------------------------------------------------------------------
@@ -147,8 +148,8 @@ def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostV
 
 
 def _fetched(layout: Layout, owner: Tensor | RemoteBuffer, array: Array) -> np.ndarray:
-    """Copy an array of all replicas to the host. If several processes run the program, each gets it, also of a stage of
-    others."""
+    """Copy an array of all replicas to the host. In a multi-process program every process gets it, including arrays of
+    other processes' stages."""
     if layout.stages is None:
         return layout.compile_options_for(owner).replicas.fetched(array)
     replicas = layout.replicas if layout.is_elsewhere(owner) else layout.compile_options_for(owner).replicas
@@ -156,7 +157,7 @@ def _fetched(layout: Layout, owner: Tensor | RemoteBuffer, array: Array) -> np.n
 
 
 def _is_equal(v: Variable) -> bool:
-    """Whether a variable is declared equal on all replicas, which have all of it, with retrieval from a single one."""
+    """Whether a variable is declared equal and whole on all replicas, with retrieval from a single one."""
     is_sharded = v.piece is not None or v.location_info.isSharded()
     return v.replica_grouping.num_groups == 1 and v.retrieval_mode != "all_replicas" and not is_sharded
 

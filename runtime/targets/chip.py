@@ -104,7 +104,7 @@ class Chip(BaseModel):
 
     @property
     def product_units(self) -> int:
-        """How many blocks of a product are computed at a time."""
+        """Number of concurrently computed blocks of a product."""
         return 1
 
     def rate(self, dtype: str, precision: str = "default") -> float:

@@ -24,7 +24,7 @@ from runtime.targets.mesh import laid
 from runtime.targets.replicas import AXIS, DescribedReplicas, Dimension, DividedReplicas, Replicas
 
 HOST = "pinned_host"
-"""What JAX calls the host's memory, where a device can reach it."""
+"""JAX's name of the host memory that a device can access."""
 
 VERSIONS = {"popxl": VERSION, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
 """Versions of the packages that compile programs."""
@@ -69,7 +69,7 @@ class DoesNotFit(PopxlError):
 
 
 _OTHER_DEVICES_MESSAGE = "incompatible devices for jitted computation"
-"""What JAX 0.10 to 0.12 say of functions that want other devices than their arguments are on."""
+"""Error messages of JAX 0.10 to 0.12 for functions whose arguments are on other devices."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ class CompileTarget:
 
 
 _EXACT_ROUNDING: Mapping[str, str | bool] = {"xla_allow_excess_precision": False}
-"""What a program rounds is rounded on a GPU. Else XLA may keep numbers in float32 as long as gradients need them, which
-takes twice as much memory as the program says."""
+"""XLA option for GPUs: round wherever the program rounds. Otherwise XLA may keep float32 numbers until gradients need
+them, in twice the memory."""
 
 _MEMORY_LIMIT = "xla_tpu_scheduler_percent_shared_memory_limit"
 """Percentage of a TPU's memory that XLA's scheduler takes at most. Other options limit the whole program, and XLA
@@ -235,11 +235,12 @@ _GPU_MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 early. It would recompute what it likes, too, which is left out."""
 
 _NO_TILES_MESSAGE = "Couldn't find output tile sizes"
-"""How XLA refuses to write a product as a kernel of its own. On a GPU it tries kernels of several tiles, and leaves out
-those that do not fit; elsewhere it takes the first: 16 rows at a time, say, also where a factor is blocks of 6."""
+"""XLA's error message for a product that it cannot compile as a kernel of its own. On a local GPU, XLA tries kernels of
+several tile sizes, and drops those that do not fit; elsewhere it takes the first size, 16 rows for example, also if a
+factor consists of blocks of 6."""
 
 _PRODUCTS_BY_CUBLAS: Mapping[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
-"""All products of a program are calls of cuBLAS, which takes factors of any shape."""
+"""XLA option: compile all products as cuBLAS calls, which accept factors of any shape."""
 
 
 def _processor() -> str:

@@ -84,7 +84,7 @@ class DeviceType(Enum):
 
 @dataclass(frozen=True)
 class DeviceCount:
-    """Numbers of devices that a program can use. Where there are too few, one stands for all.
+    """Numbers of devices usable by a program. If there are too few, one represents all.
 
     Attributes:
         count: a device for each replica.
@@ -327,7 +327,7 @@ def _resolve_device(description: str | Device | Target, wanted: DeviceCount) -> 
 
 
 def _over_processes(description: str | Device | Target, wanted: DeviceCount) -> Device:
-    """Device of a multi-process program, of which this process drives some replicas, or some stages of them."""
+    """Device of a multi-process program; this process drives some of its replicas or stages."""
     processes.join()
     instance = launched()
     if instance is not None and not instance.has_whole_replicas:

@@ -25,7 +25,7 @@ from runtime.targets.chip import Chip, Gpu, Tpu
 _DESCRIPTION = re.compile(r"(?P<kind>tpu|gpu) +(?P<name>[^:\s](?:[^:]*[^:\s])?)(?::(?P<layout>[0-9x]+))?")
 
 FORMS = "'tpu v5e:4x4', 'gpu h100:8', 'gpu h100:16x4' or 'gpu my.json:8'"
-"""How machines are described, as errors show it."""
+"""Formats of machine descriptions, for errors."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ AXIS = "replicas"
 
 
 class Dimension(NamedTuple):
-    """One dimension of a replica mesh.
+    """Dimension of a replica mesh.
 
     Attributes:
         name: name for `jax.lax` collectives.

@@ -189,7 +189,7 @@ class Clustering:
 
 
 def is_update(op: Op, signatures: OpSignatures) -> bool:
-    """Whether an op overwrites variables or graph inputs, and can do so for all iterations at once."""
+    """Whether an op overwrites variables or graph inputs, and supports batching over all iterations."""
     overwritten = [root for i in op.modified for root in signatures.roots(op.inputs[i])]
     return bool(overwritten) and all(root.producer is None for root in overwritten) and is_batchable(op)
 

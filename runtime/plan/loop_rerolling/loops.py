@@ -17,7 +17,7 @@ from runtime.plan.loop_rerolling.op_signatures import OpSignatures
 from runtime.plan.loop_rerolling.patterns import FEWEST, PeriodicRange, periodic_ranges
 
 TRIED = 8
-"""How many spans of a sequence are tried before it is left alone."""
+"""Maximum number of spans of a sequence that are tried."""
 
 Item = Op | RerolledLoop
 

@@ -8,10 +8,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 FEWEST = 3
-"""Iterations that a loop has at least."""
+"""Least number of iterations of a loop."""
 
 OFTEN = 16
-"""How often a signature that spans are sought for may occur in an iteration."""
+"""Maximum number of occurrences of a signature in an iteration for the search of periods."""
 
 
 class PeriodicRange(NamedTuple):

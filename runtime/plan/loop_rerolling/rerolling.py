@@ -90,7 +90,7 @@ class Rerolling(ProgramOrder):
 
     @property
     def loops(self) -> tuple[RerolledLoop, ...]:
-        """All loops."""
+        """Rerolled loops of all graphs."""
         return tuple(item for items in self._schedules.values() for item in items if isinstance(item, RerolledLoop))
 
     @property

@@ -55,9 +55,9 @@ Who can reach what:
   machines reach nothing; all users of this machine reach the ports.
   With --host and other machines, poprun, JAX's coordinator in instance 0, and the exchange between devices listen on
   the networks of their machines, at ports that the system chooses. poprun closes connections that do not know its
-  secret. JAX's coordinator and the exchange (gloo on CPUs, NCCL on GPUs) know no secrets and encrypt nothing: whoever
-  reaches their ports can disturb the program, and whoever sees the network can read what it computes. So use a network
-  whose users you trust, behind a firewall.
+  secret. JAX's coordinator and the exchange (gloo on CPUs, NCCL on GPUs) know no secrets and encrypt nothing: any
+  process that reaches their ports can disturb the program, and any machine that sees the network can read what it
+  computes. So use a network whose users you trust, behind a firewall.
 """
 
 _WITHOUT_MEANING = (

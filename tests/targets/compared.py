@@ -34,12 +34,12 @@ TARGETS = ("tpu v5e", "gpu h100")
 LIBTPU = version("libtpu") if find_spec("libtpu") is not None else "(none)"
 
 HEAD = f"""\
-# What programs cost, beside the same by hand in JAX
+# Costs of programs, compared with handwritten JAX
 
 Written by `python -m tests.targets.compared`, with popxl {VERSION}, jax {jax.__version__} and libtpu {LIBTPU}: on one
 chip, read off what was compiled; nothing was run. Sizes are bytes, cycles are XLA's own estimate. Float32 products are
 computed in float32 here: that is JAX's "highest" precision. A call of the models by poptorch (encoder, lenet) is a
-hundred steps. Compile seconds are of one process beside others, and compare little.
+hundred steps. Compile seconds are of one process with other work on the machine, so do not compare them.
 
 The handwritten programs compute the same: AdamW counts the steps of each weight, and the seed advances. But rotary
 positions round each product before it is added here, as PopXL does, which accounts for the additional flops of the GPT.

@@ -340,13 +340,13 @@ except ValueError as problem:
     print(str(problem).replace(scratch.name, "..."))
 
 # %% [markdown]
-# ## 6. Beside Flax
+# ## 6. Compared with Flax
 
 # %%
 if args.flax:
     import in_flax
 
-    title("6. Beside Flax")
+    title("6. Compared with Flax")
     plain = generator_of(batch=3, temperature=0)
     addons.load_safetensors(plain.variables, after, names)
     with plain as generate:

@@ -23,7 +23,7 @@ def title(text: str) -> None:
 title("1. A module becomes a graph")
 
 # An Ir is one whole program. Its main graph is what runs; every other graph runs
-# because somebody calls it.
+# because another graph calls it.
 ir = popxl.Ir()
 with ir.main_graph:
     # A graph is made for inputs of a certain shape and type. The variables of the

@@ -1,5 +1,5 @@
-"""An op of our own: the nearest of three numbers. Whoever loads a program that uses it
-imports this file first."""
+"""A custom op: the nearest of three numbers. Import this file before loading a saved
+program that uses it."""
 
 import jax
 import jax.numpy as jnp

@@ -36,10 +36,10 @@ def _flex_attention(
     rows, heads = query.shape[:2]
     key, value = (t.repeat_interleave(heads // t.shape[1], 1).expand(rows, -1, -1, -1) for t in (key, value))
     scores = query.float() @ key.float().transpose(-2, -1) * scale
-    places = [torch.arange(n).reshape(-1, *[1] * (3 - dim)) for dim, n in enumerate(scores.shape)]
-    changed = score_mod(scores, *places, *score_mod_other_buffers)
-    seen = block_mask[-1](*places, *mask_mod_other_buffers)
-    changed = torch.where(seen, changed, -math.inf)
+    positions = [torch.arange(n).reshape(-1, *[1] * (3 - dim)) for dim, n in enumerate(scores.shape)]
+    changed = score_mod(scores, *positions, *score_mod_other_buffers)
+    is_visible = block_mask[-1](*positions, *mask_mod_other_buffers)
+    changed = torch.where(is_visible, changed, -math.inf)
     highest = changed.amax(-1, keepdim=True)
     is_empty = highest == -math.inf  # such a row gives zeros
     shares = torch.where(is_empty, 0.0, torch.where(is_empty, 0.0, changed).softmax(-1))
@@ -53,10 +53,10 @@ def _pack_padded_sequence(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed rows of padded sequences, and the batch size per time step. The lengths are read."""
     by_step = input.transpose(0, 1) if batch_first else input
-    known = lengths.tolist()
+    known_lengths = lengths.tolist()
     with without_modes():
-        places = torch.arange(by_step.shape[:2].numel()).reshape(*by_step.shape[:2], 1)
-        packed_places, sizes = torch.ops.aten._pack_padded_sequence(places, torch.tensor(known), False)
+        positions = torch.arange(by_step.shape[:2].numel()).reshape(*by_step.shape[:2], 1)
+        packed_places, sizes = torch.ops.aten._pack_padded_sequence(positions, torch.tensor(known_lengths), False)
     rows = by_step.flatten(0, 1)
     return rows[torch.tensor(packed_places.flatten().tolist())], torch.tensor(sizes.tolist())
 
@@ -98,27 +98,27 @@ def packed(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., t
 
         def run_direction(x: torch.Tensor, number: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
             """Run one layer in one direction; returns its outputs and final states."""
-            own, is_back = params[number * of_each : (number + 1) * of_each], bidirectional and number % 2
+            own, is_backward = params[number * of_each : (number + 1) * of_each], bidirectional and number % 2
             first = [state[number : number + 1] for state in begin]
-            now, pieces = first, list[torch.Tensor]()
+            now, outputs = first, list[torch.Tensor]()
             ended: list[list[torch.Tensor]] = [[] for _ in first]
-            parts = list(zip(blocks, x.split([steps * rows for steps, rows in blocks]), strict=True))
-            for (steps, rows), part in reversed(parts) if is_back else parts:
-                if is_back:  # rows join
+            chunks = list(zip(blocks, x.split([steps * rows for steps, rows in blocks]), strict=True))
+            for (steps, rows), chunk in reversed(chunks) if is_backward else chunks:
+                if is_backward:  # rows join
                     now = [
-                        torch.cat([state, start[:, state.shape[1] : rows]], 1) if pieces else start[:, :rows]
+                        torch.cat([state, start[:, state.shape[1] : rows]], 1) if outputs else start[:, :rows]
                         for state, start in zip(now, first, strict=True)
                     ]
                 else:  # rows end
                     ended = [[state[:, rows:], *others] for state, others in zip(now, ended, strict=True)]
                     now = [state[:, :rows] for state in now]
-                block = part.reshape(steps, rows, -1)
-                block = block.flip(0) if is_back else block
+                block = chunk.reshape(steps, rows, -1)
+                block = block.flip(0) if is_backward else block
                 states: Any = tuple(now) if len(now) > 1 else now[0]  # of an LSTM, cells too
                 out, *now = function(block, states, own, has_biases, 1, 0.0, False, False, False)
-                pieces.append((out.flip(0) if is_back else out).reshape(steps * rows, -1))
+                outputs.append((out.flip(0) if is_backward else out).reshape(steps * rows, -1))
             last = [torch.cat([state, *others], 1) for state, others in zip(now, ended, strict=True)]
-            return torch.cat(pieces[::-1] if is_back else pieces), last
+            return torch.cat(outputs[::-1] if is_backward else outputs), last
 
         states: list[list[torch.Tensor]] = []
         for layer in range(num_layers):
@@ -150,16 +150,16 @@ def sequential_update(op: torch._ops.OpOverload, t: torch.Tensor) -> Callable[..
         return None
     if torch.Tag.pointwise in op.tags and 0 in t.stride():
         return None
-    found = update_passes(t.shape, t.stride())
-    if len(found) > _MOST_PASSES:
+    passes = update_passes(t.shape, t.stride())
+    if len(passes) > _MOST_PASSES:
         return None
 
     def run(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        for elements in found:
+        for elements in passes:
             changed = op(t.clone(), *args, **kwargs)
             with without_modes():
-                place = torch.from_numpy(elements)
-            t.copy_(torch.where(place < 0, t, changed.take(place.clamp(min=0))))
+                positions = torch.from_numpy(elements)
+            t.copy_(torch.where(positions < 0, t, changed.take(positions.clamp(min=0))))
         return t
 
     return run
@@ -169,8 +169,8 @@ def _histc(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`torch.histc`, extended to integers: models select the accelerator path, which accepts them; CPUs have no
     kernel."""
     numbers = input if input.is_floating_point() else input.float()
-    found: torch.Tensor = torch.ops.aten.histc(numbers, *args, **kwargs)
-    return found.to(input.dtype)
+    counts: torch.Tensor = torch.ops.aten.histc(numbers, *args, **kwargs)
+    return counts.to(input.dtype)
 
 
 COMPOSED: Mapping[Any, Callable[..., Any]] = {

@@ -331,8 +331,8 @@ def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> Any:
 @round_once
 def lerp(input: Any, end: Any, weight: Any) -> Any:
     """Interpolate from the nearer endpoint."""
-    way = end - input
-    return jnp.where(jnp.abs(weight) < 0.5, input + weight * way, end - way * (1 - weight))
+    difference = end - input
+    return jnp.where(jnp.abs(weight) < 0.5, input + weight * difference, end - difference * (1 - weight))
 
 
 # Dtypes ---------------------------------------------------------------------------------------------------------------
@@ -356,10 +356,10 @@ def _to_integers(input: Any, *, data_type: popxl.dtype) -> Any:
     """Floats as integers, without their fraction. What int32 cannot hold, NaN too, is its lowest number, and what a
     smaller dtype cannot hold wraps, as in PyTorch on x86; `popxl.ops.cast` saturates."""
     lowest = jnp.iinfo(jnp.int32).min
-    wide = widen(input)
-    fits = jnp.abs(wide) < -float(lowest)
-    whole = jnp.where(fits, wide, 0).astype(jnp.int32)
-    return jnp.where(fits, whole, lowest).astype(data_type.as_jax())
+    numbers = widen(input)
+    fits = jnp.abs(numbers) < -float(lowest)
+    truncated = jnp.where(fits, numbers, 0).astype(jnp.int32)
+    return jnp.where(fits, truncated, lowest).astype(data_type.as_jax())
 
 
 @lowers("aten.copy_", "aten.copy")
@@ -400,12 +400,12 @@ def _fake_quantise(
         by_channel = [-1 if i == axis else 1 for i in range(input.ndim)]
         scale, zero_point = jnp.reshape(scale, by_channel), jnp.reshape(zero_point, by_channel)
     steps = jnp.round(input * (1 / scale)) + zero_point
-    inside = (steps >= quant_min) & (steps <= quant_max)
+    in_range = (steps >= quant_min) & (steps <= quant_max)
     quantised = (jnp.clip(steps, quant_min, quant_max) - zero_point) * scale
     if enabled is not None:
-        inside, quantised = inside | (enabled == 0), jnp.where(enabled == 0, input, quantised)
-    passing = jnp.where(inside, input, 0)
-    return jax.lax.stop_gradient(quantised) + (passing - jax.lax.stop_gradient(passing)), inside
+        in_range, quantised = in_range | (enabled == 0), jnp.where(enabled == 0, input, quantised)
+    passed = jnp.where(in_range, input, 0)
+    return jax.lax.stop_gradient(quantised) + (passed - jax.lax.stop_gradient(passed)), in_range
 
 
 @jax_op(
@@ -434,9 +434,9 @@ def _fake_quantise_learnable(
         return t + jax.lax.stop_gradient(rounded - t)
 
     scale, zero = scale_gradient(scale), scale_gradient(zero_point)
-    whole = jnp.round(zero) if axis is not None else jnp.trunc(zero + 0.5)  # as PyTorch does
-    zero = straight_through(zero, jnp.clip(whole, quant_min, quant_max))
+    rounded_zero = jnp.round(zero) if axis is not None else jnp.trunc(zero + 0.5)  # as PyTorch does
+    zero = straight_through(zero, jnp.clip(rounded_zero, quant_min, quant_max))
     ratio = input / scale
     steps = straight_through(ratio, jnp.round(ratio)) + zero
-    inside = (steps >= quant_min) & (steps <= quant_max)
-    return (jnp.where(inside, steps, jax.lax.stop_gradient(jnp.clip(steps, quant_min, quant_max))) - zero) * scale
+    in_range = (steps >= quant_min) & (steps <= quant_max)
+    return (jnp.where(in_range, steps, jax.lax.stop_gradient(jnp.clip(steps, quant_min, quant_max))) - zero) * scale

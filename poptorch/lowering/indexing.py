@@ -25,12 +25,12 @@ from popxl.extend.kernels import widen
 def _indexed_ref(t: Any, indices: Sequence[Any], dims: Sequence[int], aligned: bool) -> Any:
     """The indexed reference for JAX reads and updates."""
     if aligned:
-        places: list[Any] = [*jnp.indices(indices[0].shape, sparse=True)]
+        subscripts: list[Any] = [*jnp.indices(indices[0].shape, sparse=True)]
     else:
-        places = [slice(None)] * t.ndim
+        subscripts = [slice(None)] * t.ndim
     for dim, index in zip(dims, indices, strict=True):
-        places[dim] = index
-    return t.at[tuple(places)]
+        subscripts[dim] = index
+    return t.at[tuple(subscripts)]
 
 
 def _gradient_of_picked(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
@@ -59,14 +59,14 @@ def _gathered_gradient(
 
 @lowers("aten.index", "aten._unsafe_index")
 def index(input: popxl.Tensor, indices: Sequence[popxl.Tensor | None]) -> popxl.Tensor:
-    dims, given = _split(indices)
-    return picked(input, *given, dims=dims)
+    dims, used = _split(indices)
+    return picked(input, *used, dims=dims)
 
 
 def _split(indices: Sequence[popxl.Tensor | None]) -> tuple[tuple[int, ...], list[popxl.Tensor]]:
     """The indexed dimensions, and their indices."""
-    found = {dim: index for dim, index in enumerate(indices) if index is not None}
-    return tuple(found), list(found.values())
+    index_of_dim = {dim: index for dim, index in enumerate(indices) if index is not None}
+    return tuple(index_of_dim), list(index_of_dim.values())
 
 
 @lowers("aten.gather")
@@ -105,20 +105,22 @@ def _scattered_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> di
     if g is None:
         return {}
     a = op.attributes
-    where = {"dims": a["dims"], "aligned": a["aligned"]}
+    position = {"dims": a["dims"], "aligned": a["aligned"]}
     indices = [forward.read(t) for t in op.inputs[2:]]
     wanted = [i for i in (0, 1) if forward.wants(i)]
     if a["reduce"] in ("prod", "mean", "amax", "amin"):
-        read = [forward.read(t) for t in op.inputs[:2]]
-        return {i: _source_gradient(g, *read, *indices, of_source=bool(i), **a) for i in wanted}
-    found = {}
+        operands = [forward.read(t) for t in op.inputs[:2]]
+        return {i: _source_gradient(g, *operands, *indices, of_source=bool(i), **a) for i in wanted}
+    gradients = {}
     if 0 in wanted:
-        is_kept = a["reduce"] == "sum" and a["include_self"]
+        passes_through = a["reduce"] == "sum" and a["include_self"]
         zero = popxl.constant(0, g.dtype)
-        found[0] = g if is_kept else scattered(g, zero, *indices, reduce="set", include_self=True, **where)
+        gradients[0] = (
+            g if passes_through else scattered(g, zero, *indices, reduce="set", include_self=True, **position)
+        )
     if 1 in wanted:
-        found[1] = picked(g, *indices, **where)
-    return found
+        gradients[1] = picked(g, *indices, **position)
+    return gradients
 
 
 _START = {"sum": 0, "mean": 0, "prod": 1, "amax": -jnp.inf, "amin": jnp.inf}
@@ -130,15 +132,15 @@ def scattered(
     input: Any, source: Any, *indices: Any, reduce: str, dims: tuple[int, ...], aligned: bool, include_self: bool
 ) -> Any:
     """Scatter sources into `input`, combined by `reduce` (`"set"` overwrites)."""
-    at = partial(_indexed_ref, indices=indices, dims=dims, aligned=aligned)
+    indexed = partial(_indexed_ref, indices=indices, dims=dims, aligned=aligned)
     if reduce == "set":
-        return at(input).set(source)
+        return indexed(input).set(source)
     t = widen(input)
     if not include_self:
-        t = at(t).set(_start(reduce, t.dtype))
-    t = getattr(at(t), _METHODS[reduce])(widen(source))
+        t = indexed(t).set(_start(reduce, t.dtype))
+    t = getattr(indexed(t), _METHODS[reduce])(widen(source))
     if reduce == "mean":
-        count = at(jnp.full(t.shape, int(include_self), jnp.int32)).add(1)
+        count = indexed(jnp.full(t.shape, int(include_self), jnp.int32)).add(1)
         t = (t / jnp.maximum(count, 1)) if jnp.issubdtype(t.dtype, jnp.floating) else t // jnp.maximum(count, 1)
     return t.astype(input.dtype)
 
@@ -167,27 +169,27 @@ def _source_gradient(
     The gradient of a mean is shared evenly; that of an extreme by the elements equal to it; that of a product is the
     product of the others.
     """
-    at = partial(_indexed_ref, indices=indices, dims=dims, aligned=aligned)
+    indexed = partial(_indexed_ref, indices=indices, dims=dims, aligned=aligned)
 
     def gather_source(t: Any) -> Any:
-        return at(t).get(mode="clip") if of_source else t
+        return indexed(t).get(mode="clip") if of_source else t
 
     g, input, source = map(widen, (g, input, source))
-    source = jnp.broadcast_to(source, jax.eval_shape(lambda t: at(t).get(), input).shape)
-    takes_part = jnp.ones(g.shape, bool) if include_self else at(jnp.ones(g.shape, bool)).set(False)
+    source = jnp.broadcast_to(source, jax.eval_shape(lambda t: indexed(t).get(), input).shape)
+    takes_part = jnp.ones(g.shape, bool) if include_self else indexed(jnp.ones(g.shape, bool)).set(False)
     own = source if of_source else input
     if reduce == "prod":
-        zeros = at(jnp.where(takes_part & (input == 0), 1, 0)).add(source == 0)
-        product = at(jnp.where(takes_part & (input != 0), input, 1)).multiply(jnp.where(source == 0, 1, source))
+        zeros = indexed(jnp.where(takes_part & (input == 0), 1, 0)).add(source == 0)
+        product = indexed(jnp.where(takes_part & (input != 0), input, 1)).multiply(jnp.where(source == 0, 1, source))
         others = gather_source(product) / jnp.where(own == 0, 1, own)
         share = jnp.where(gather_source(zeros) == (own == 0), others, 0)
     elif reduce == "mean":
-        share = 1 / gather_source(at(takes_part.astype(g.dtype)).add(1))
+        share = 1 / gather_source(indexed(takes_part.astype(g.dtype)).add(1))
     else:
         method = _METHODS[reduce]
-        out = getattr(at(jnp.where(takes_part, input, _START[reduce])), method)(source)
+        out = getattr(indexed(jnp.where(takes_part, input, _START[reduce])), method)(source)
         # This includes elements that take no part, where they equal the extreme, as in PyTorch.
-        winners = at((input == out).astype(g.dtype)).add(source == at(out).get(mode="clip"))
+        winners = indexed((input == out).astype(g.dtype)).add(source == indexed(out).get(mode="clip"))
         share = jnp.where(own == gather_source(out), 1 / jnp.maximum(gather_source(winners), 1), 0)
     return gather_source(g) * (share if of_source else jnp.where(takes_part, share, 0))
 
@@ -220,9 +222,9 @@ def scatter(
     index, source = at_least_1d(index), value
     if src is not None:  # it may be larger than the index
         source = at_least_1d(src)[tuple(slice(0, size) for size in index.shape)]
-    where: dict[str, Any] = {"dims": (axis_of(input, dim),), "aligned": True}
+    position: dict[str, Any] = {"dims": (axis_of(input, dim),), "aligned": True}
     reduction = _OTHER_NAMES.get(reduce, reduce)
-    return _scatter(at_least_1d(input), source, index, reduce=reduction, include_self=include_self, **where)
+    return _scatter(at_least_1d(input), source, index, reduce=reduction, include_self=include_self, **position)
 
 
 lowers("aten.scatter", "aten.scatter_reduce")(scatter)
@@ -262,22 +264,22 @@ def index_put(
     accumulate: bool = False,
     unsafe: bool = False,
 ) -> popxl.Tensor:
-    dims, given = _split(indices)
-    if not any(each.dtype in (dtypes.bool, dtypes.uint8) for each in given):
-        return _scatter(input, values, *given, dims=dims, reduce="sum" if accumulate else "set")
-    if len(given) > 1:
+    dims, used = _split(indices)
+    if not any(each.dtype in (dtypes.bool, dtypes.uint8) for each in used):
+        return _scatter(input, values, *used, dims=dims, reduce="sum" if accumulate else "set")
+    if len(used) > 1:
         raise ValueError(
             "a mask stands beside other indices: how many places there are depends on its numbers. Write with "
             "`torch.where` and a mask of the whole tensor."
         )
-    return masked_update(input, cast_like(values, input.dtype), *given, axis=dims[0], accumulate=accumulate)
+    return masked_update(input, cast_like(values, input.dtype), *used, axis=dims[0], accumulate=accumulate)
 
 
 @lowers("aten.masked_scatter")
 def masked_scatter(input: popxl.Tensor, mask: popxl.Tensor, source: popxl.Tensor) -> popxl.Tensor:
     shape = wanted().shape
-    t, where = (each if each.shape == shape else broadcast(each, shape=shape) for each in (input, mask))
-    return masked_update(t, ops.reshape(source, (source.nelms,)), where, axis=0, accumulate=False)
+    t, full_mask = (each if each.shape == shape else broadcast(each, shape=shape) for each in (input, mask))
+    return masked_update(t, ops.reshape(source, (source.nelms,)), full_mask, axis=0, accumulate=False)
 
 
 @jax_op(title="MaskedUpdate")

@@ -245,12 +245,12 @@ class BrokenGraph:
             call.values.update({("graph break", len(results), j): t for j, t in enumerate(tensors_in(result))})
             results.append(result)
             key = GraphBreak.key_of(result)
-            reached = subgraph.branches.get(key)
-            if reached is None or reached.content is None:  # it was tried, and could not be captured
+            branch = subgraph.branches.get(key)
+            if branch is None or branch.content is None:  # it was tried, and could not be captured
                 if self._extend(self._capture(call.tensors, results)):
                     return None
-                reached = subgraph.branches[key]
-            subgraph = reached
+                branch = subgraph.branches[key]
+            subgraph = branch
 
     def _run_subgraph(self, subgraph: Subgraph, call: Call) -> None:
         """Run a subgraph's program, if there is one, and record its outputs."""

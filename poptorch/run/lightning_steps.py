@@ -109,12 +109,12 @@ class _DeferredLog:
         is_aggregated = self.on_epoch and len(values) > 1
         if is_aggregated and size is None and reduce is torch.mean:
             size = extract_batch_size(batch)
-        for part in [slice(-1), slice(-1, None)] if is_aggregated else [slice(-1, None)]:
-            value, weight = values[part].flatten(), weights[part].flatten()
+        for selection in [slice(-1), slice(-1, None)] if is_aggregated else [slice(-1, None)]:
+            value, weight = values[selection].flatten(), weights[selection].flatten()
             if isinstance(size, _ProgramOutput):
                 kwargs["batch_size"] = weight.sum()
             elif size is not None:
-                kwargs["batch_size"] = size * len(values[part])
+                kwargs["batch_size"] = size * len(values[selection])
             reduced = (value * weight).sum() / weight.sum() if reduce is torch.mean else reduce(value)
             self.function(value=reduced, **kwargs)
 
@@ -332,18 +332,18 @@ def _track_appends(module: torch.nn.Module) -> Callable[[], Iterator[tuple[Calla
 
     def lists() -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
         for name, value in vars(module).items():
-            found = value.items() if isinstance(value, dict) and not name.startswith("_") else ()
-            yield from (((name, key), each) for key, each in found if type(each) is list)
+            entries = value.items() if isinstance(value, dict) and not name.startswith("_") else ()
+            yield from (((name, key), each) for key, each in entries if type(each) is list)
             if type(value) is list:
                 yield (name,), value
 
     def append_to(path: tuple[Any, ...]) -> Callable[[Any], None]:
         def append(item: Any) -> None:
             name, *keys = path
-            found = getattr(module, name)
+            target = getattr(module, name)
             for key in keys:
-                found = found[key]
-            found.append(item)
+                target = target[key]
+            target.append(item)
 
         return append
 

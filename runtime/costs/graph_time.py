@@ -86,21 +86,21 @@ def graph_time(kernels: Graph | Sequence[GraphKernel], chip: Chip, exchanged: Ex
         kernels: the graph, or `kernels_of` it.
         chip: figures of the chip; its `efficiency.dispatch` is the host's time for each kernel.
     """
-    found, hidden = GraphTime(), 0.0
+    total, hidden = GraphTime(), 0.0
     for each in kernels_of(kernels) if isinstance(kernels, Graph) else kernels:
         if each.work is not None:
             hidden = each.runs * kernel_time(chip, each.work).seconds
-            found.device += hidden
-            found.flops += each.runs * sum(product.flops for product in each.work.sized)
-            found.dispatched += each.runs
+            total.device += hidden
+            total.flops += each.runs * sum(product.flops for product in each.work.sized)
+            total.dispatched += each.runs
         for kind, nbytes in each.exchanges:
             time = each.runs * exchanged(kind, nbytes, each.stride, each.size)
-            found.device += max(0.0, time - hidden) if each.is_overlapped else time
-            found.network += time
-            found.dispatched += each.runs
+            total.device += max(0.0, time - hidden) if each.is_overlapped else time
+            total.network += time
+            total.dispatched += each.runs
             hidden = 0.0
-    found.seconds = max(found.device, found.dispatched * chip.efficiency.dispatch)
-    return found
+    total.seconds = max(total.device, total.dispatched * chip.efficiency.dispatch)
+    return total
 
 
 def _kernels(graph: Graph, times: int) -> Iterator[GraphKernel]:
@@ -109,9 +109,9 @@ def _kernels(graph: Graph, times: int) -> Iterator[GraphKernel]:
         for run in op.runs:
             yield from _kernels(run.graph, times * run.iterations)
         if not op.runs and op.kind.between_replicas and op.attributes["group_size"] > 1:
-            is_beside = last is not None and set(op.inputs).isdisjoint(last.outputs)
+            is_overlapped = last is not None and set(op.inputs).isdisjoint(last.outputs)
             groups = op.attributes["stride"], op.attributes["group_size"]
-            yield GraphKernel(None, _sent(op), *groups, times, is_beside)
+            yield GraphKernel(None, _sent(op), *groups, times, is_overlapped)
         elif work := merged.get(op):
             last = op
             yield GraphKernel(work, (), 1, 1, times)
@@ -127,19 +127,19 @@ def _merged(graph: Graph) -> dict[Op, Work]:
     """Work of a graph's kernels, by the last op of each."""
     ops = [op for op in graph.ops if not (op.runs or op.kind.between_replicas or op.kind.is_carried_out_by_others)]
     users = readers(graph)
-    kept, known = {*graph.outputs}, {*ops}
-    found = {op: work for op in ops if (work := _work(op)).kernels}
+    outputs = {*graph.outputs}
+    merged = {op: work for op in ops if (work := _work(op)).kernels}
     for op in ops:
-        if op not in found or not op_work(op).is_elementwise or len(op.outputs) != 1:
+        if op not in merged or not op_work(op).is_elementwise or len(op.outputs) != 1:
             continue
         (result,) = op.outputs
-        by = users.get(result, [])
-        if len(by) == 1 and by[0] in known and by[0] in found and op_work(by[0]).is_elementwise:
-            own, into = found.pop(op), found[by[0]]
+        reader = users[result][0] if len(users.get(result, [])) == 1 else None
+        if reader is not None and reader in merged and op_work(reader).is_elementwise:
+            own, into = merged.pop(op), merged[reader]
             nbytes = size_in_bytes(result)
-            saved = nbytes if result in kept else 2 * nbytes
+            saved = nbytes if result in outputs else 2 * nbytes
             into.memory_bytes += own.memory_bytes - saved
-    return found
+    return merged
 
 
 def _work(op: Op) -> Work:

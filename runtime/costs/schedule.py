@@ -56,20 +56,20 @@ class Schedule:
         for buffer in self.buffers:
             changes[buffer.first] += buffer.bytes
             changes[buffer.last + 1] -= buffer.bytes
-        found, now = [], 0
+        live, size = [], 0
         for change in changes[:-1]:
-            now += change
-            found.append(now)
-        return found
+            size += change
+            live.append(size)
+        return live
 
     def moments(self) -> tuple[Moment, ...]:
         """Steps for a memory report."""
-        made = [0] * len(self.steps)
+        allocated = [0] * len(self.steps)
         for buffer in self.buffers:
-            made[buffer.first] += buffer.bytes
+            allocated[buffer.first] += buffer.bytes
         return tuple(
             Moment(name=step_label(step), held=live - own, inside=own)
-            for step, live, own in zip(self.steps, self.live_bytes(), made, strict=True)
+            for step, live, own in zip(self.steps, self.live_bytes(), allocated, strict=True)
         )
 
     def tensors(self) -> tuple[LiveTensor, ...]:
@@ -86,8 +86,8 @@ def schedule_of(module: Module) -> Schedule:
     walk = _Walk()
     arguments = {number: _arguments(each) for number, each in module.entry.parameters.items()}
     results = walk.computation(module.entry, arguments)
-    given = {id(buffer) for each in (*arguments.values(), results) for buffer in each}
-    walk.schedule.buffers = [b for b in walk.schedule.buffers if id(b) not in given and b.bytes]
+    program_io = {id(buffer) for each in (*arguments.values(), results) for buffer in each}
+    walk.schedule.buffers = [b for b in walk.schedule.buffers if id(b) not in program_io and b.bytes]
     return walk.schedule
 
 
@@ -148,15 +148,15 @@ class _Walk:
             (callee,) = instruction.called
             return self.computation(callee, dict(enumerate(operands)))
         overwritten = _overwritten(instruction)
-        found: list[Buffer] = []
+        buffers: list[Buffer] = []
         self._step(instruction, flat)
         for i, shape in enumerate(instruction.results):
-            place = overwritten.get(i)
-            if place is not None and place < len(operands) and len(operands[place]) == 1:
-                found += operands[place]
+            number = overwritten.get(i)
+            if number is not None and number < len(operands) and len(operands[number]) == 1:
+                buffers += operands[number]
             else:
-                found.append(self._written(instruction, shape))
-        return found
+                buffers.append(self._written(instruction, shape))
+        return buffers
 
     def _step(self, instruction: Instruction, operands: Sequence[Buffer]) -> None:
         self.schedule.steps.append(instruction)
@@ -178,15 +178,15 @@ def _overwritten(instruction: Instruction) -> dict[int, int]:
     if instruction.kind == "dynamic-update-slice":
         return {0: 0}
     if stated := instruction.text.partition("output_to_operand_aliasing=")[2]:
-        inside = stated[: stated.find("}}") + 1]
-        return {int(result or 0): int(operand) for result, operand in _ALIASING.findall(inside)}
+        aliasing = stated[: stated.find("}}") + 1]
+        return {int(result or 0): int(operand) for result, operand in _ALIASING.findall(aliasing)}
     if instruction.kind != "fusion":
         return {}
     root = instruction.called[0].root
-    found = {}
+    overwritten = {}
     for i, result in enumerate(root.operands if root.opcode == "tuple" else [root]):
         if result is not None and (update := result.source).opcode == "dynamic-update-slice":
             target = update.operands[0]
             if target is not None and target.source.opcode == "parameter":
-                found[i] = target.source.number
-    return found
+                overwritten[i] = target.source.number
+    return overwritten

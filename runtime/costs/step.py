@@ -94,10 +94,10 @@ class _StepWalk:
     def _kernel(self, instruction: Instruction) -> None:
         work, scope = capped(self.level, work_of(instruction)), instruction.scope
         graph = graph_of(scope)
-        found = collectives_of(instruction, graph)
+        collectives = collectives_of(instruction, graph)
         is_start = instruction.opcode.endswith("-start")
         if instruction.kind in COLLECTIVES:
-            for each in found:
+            for each in collectives:
                 pending = self._begin_collective(each, scope)
                 if is_start:
                     self.pending[instruction] = pending
@@ -111,7 +111,7 @@ class _StepWalk:
                 "host" if work.host_bytes else "copies", graph, limit, seconds, scope
             )
             return
-        for each in found:  # a TPU overlaps it with the products of its fusion and of later ones
+        for each in collectives:  # a TPU overlaps it with the products of its fusion and of later ones
             self.never_awaited.append(self._begin_collective(each, scope))
         time = kernel_time(self.chip, work)
         self._span("kernels", graph or "main graph", self.now, self.now + time.seconds)
@@ -121,16 +121,16 @@ class _StepWalk:
     def _begin_computation(self, instruction: Instruction) -> _Pending:
         """Begin an asynchronous computation."""
         graph, seconds, lines = graph_of(instruction.scope), 0.0, list[tuple[str, str]]()
-        for inside in instruction.called:
-            for each in filter(is_kernel, inside.instructions.values()):
+        for computation in instruction.called:
+            for each in filter(is_kernel, computation.instructions.values()):
                 for collective in collectives_of(each, graph):
                     seconds += self.wires.time(collective).seconds
                     lines.append(self._count_collective(collective))
                 if each.kind not in COLLECTIVES:
                     seconds += kernel_time(self.chip, capped(self.level, work_of(each))).seconds
         limit: Limit = "network" if lines else "memory"
-        found = self._begin("network" if lines else "copies", graph, limit, seconds, instruction.scope)
-        return replace(found, lines=lines)
+        pending = self._begin("network" if lines else "copies", graph, limit, seconds, instruction.scope)
+        return replace(pending, lines=lines)
 
     def _count_collective(self, collective: Collective) -> tuple[str, str]:
         """Add a collective to the totals of its line. Returns their key."""

@@ -134,10 +134,10 @@ def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environm
 
     def iterate(state: Any, rows: Sequence[Array]) -> Any:
         carried, positions = state
-        inside = loop_channels.in_iteration(positions)
-        body = context.in_loop_body(inside, rows=len(loop.iterations), only_graph=loop.only_graph)
+        channels = loop_channels.in_iteration(positions)
+        body = context.in_loop_body(channels, rows=len(loop.iterations), only_graph=loop.only_graph)
         after = lowering.lower_ops(loop.ops, builder.iteration_values(carried, rows), body)
-        return (builder.next_state(rows, after), inside.carried(streams)), None
+        return (builder.next_state(rows, after), channels.carried(streams)), None
 
     start = (builder.start, loop_channels.start)
     (carried, positions), _ = lax.scan(iterate, start, builder.rows, length=len(loop.iterations))
@@ -170,28 +170,28 @@ class _ScanBuilder:
         self._carries = tuple((t, t.carried_from) for t in loop.inputs if t.carried_from is not None)
         self._final_outputs = tuple(m for m in loop.outputs if m.is_last_only)
         self._stacked_outputs = tuple(m for m in loop.outputs if not m.is_last_only)
-        known = [t for t in loop.inputs if t.carried_from is None and not is_constant(t, environment)]
-        for storages in merge_overlapping(t.by_iteration for t in known):
+        loop_inputs = [t for t in loop.inputs if t.carried_from is None and not is_constant(t, environment)]
+        for storages in merge_overlapping(t.by_iteration for t in loop_inputs):
             pack_together(environment, storages)
-        places = {t: tuple(map(environment.slot_or_value, t.by_iteration)) for t in known}
-        slots = {t: rows for t, rows in places.items() if all(isinstance(row, PackedSlot) for row in rows)}
-        written = [rows[0].packed for t, rows in slots.items() if t.is_modified]
+        values_of = {t: tuple(map(environment.slot_or_value, t.by_iteration)) for t in loop_inputs}
+        slots = {t: rows for t, rows in values_of.items() if all(isinstance(row, PackedSlot) for row in rows)}
+        modified_arrays = [rows[0].packed for t, rows in slots.items() if t.is_modified]
         self._invariant_slots = {t.storage: slots[t][0] for t in slots if t.is_invariant and has_loops}
         by_iteration = [t for t in slots if t.storage not in self._invariant_slots]
-        read = [t for t in by_iteration if not t.is_invariant or slots[t][0].packed in written]
-        unpacked = [t for t in known if t not in read and t.storage not in self._invariant_slots]
+        sliced = [t for t in by_iteration if not t.is_invariant or slots[t][0].packed in modified_arrays]
+        unpacked = [t for t in loop_inputs if t not in sliced and t.storage not in self._invariant_slots]
         self._unpacked = tuple(t for t in unpacked if t.is_modified)
         self._invariant_values = {
             t.storage: environment.value_of(t.by_iteration[0]) for t in unpacked if not t.is_modified
         }
         self._output_arrays = tuple(_allocate_output(each, environment) for each in self._stacked_outputs)
-        self._packed = tuple(dict.fromkeys((*written, *self._output_arrays)))
-        self._reads = tuple(_slices({t.storage: slots[t] for t in read}))
-        made = {
+        self._packed = tuple(dict.fromkeys((*modified_arrays, *self._output_arrays)))
+        self._reads = tuple(_slices({t.storage: slots[t] for t in sliced}))
+        output_slots = {
             m.storage: tuple(PackedSlot(packed, n) for n in range(len(m.rows) - len(m.by_iteration), len(m.rows)))
             for m, packed in zip(self._stacked_outputs, self._output_arrays, strict=True)
         }
-        self._writes = tuple(_slices({t.storage: slots[t] for t in read if t.is_modified} | made))
+        self._writes = tuple(_slices({t.storage: slots[t] for t in sliced if t.is_modified} | output_slots))
         self.rows = tuple(np.asarray(slice_.first, np.int32) for slice_ in (*self._reads, *self._writes))
         self.start = (
             [environment.value_of(t.by_iteration[0]) for t in self._unpacked],
@@ -204,8 +204,10 @@ class _ScanBuilder:
         """Initial storage values of an iteration."""
         unpacked, carries, _, arrays = state
         now = dict(zip(self._packed, arrays, strict=True))
-        passing = dict.fromkeys((*self._packed, *(row.packed for row in self._invariant_slots.values())))
-        self._packed_of_iteration = {packed: packed.with_array(now.get(packed, packed.array)) for packed in passing}
+        arrays_of_iteration = dict.fromkeys((*self._packed, *(row.packed for row in self._invariant_slots.values())))
+        self._packed_of_iteration = {
+            packed: packed.with_array(now.get(packed, packed.array)) for packed in arrays_of_iteration
+        }
         values: dict[Tensor, Array | PackedSlot] = dict(self._invariant_values)
         values.update(
             (name, PackedSlot(self._packed_of_iteration[row.packed], row.number))
@@ -214,9 +216,9 @@ class _ScanBuilder:
         values.update((t.storage, value) for t, value in zip(self._unpacked, unpacked, strict=True))
         values.update((t.storage, value) for (t, _), value in zip(self._carries, carries, strict=True))
         for slice_, number in zip(self._reads, rows, strict=False):
-            found = slice_.slice_values(now.get(slice_.packed, slice_.packed.array), number)
-            is_same = slice_.packed.is_input and slice_.packed not in now
-            values.update((name, self._invariant_row(row, number) if is_same else row) for name, row in found)
+            sliced = slice_.slice_values(now.get(slice_.packed, slice_.packed.array), number)
+            is_invariant = slice_.packed.is_input and slice_.packed not in now
+            values.update((name, self._invariant_row(row, number) if is_invariant else row) for name, row in sliced)
         return values
 
     def next_state(self, rows: Sequence[Array], after: Environment) -> Any:

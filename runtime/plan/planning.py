@@ -37,7 +37,7 @@ class PlanBuilder:
         owned: storages without other owners at the start.
         live_out: storages whose values are needed at the end.
         ipu: IPU of storages that no step uses.
-        is_whole: whether all storages are on this IPU.
+        on_one_ipu: whether all storages are on this IPU.
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class PlanBuilder:
         owned: Iterable[Tensor],
         live_out: Iterable[Tensor],
         ipu: int = 0,
-        is_whole: bool = False,
+        on_one_ipu: bool = False,
     ) -> None:
         self._segmentation = segmentation
         ops = tuple(ops)
         self._stacks = {op: stacks for op in ops if (stacks := segmentation.stacks(op))}
         spelled_out = tuple(self._with_stack_allocations(ops))
         self._storages = storages(spelled_out)
-        written = (s for op in spelled_out for i in sorted(op.modified) for s in self._storages[op.inputs[i]])
-        changed = tuple(dict.fromkeys(s for s in written if isinstance(s, Constant)))
+        modified = (s for op in spelled_out for i in sorted(op.modified) for s in self._storages[op.inputs[i]])
+        changed = tuple(dict.fromkeys(s for s in modified if isinstance(s, Constant)))
         self._live_out = tuple(live_out)
         self._ipu = ipu
-        self._on_one_ipu = is_whole
+        self._on_one_ipu = on_one_ipu
         self._copied_to: defaultdict[Tensor, set[int]] = defaultdict(set)
         self._built = HostSteps([], set(owned), changed)
         self._built.steps = list(self._split_segments(spelled_out))
@@ -69,8 +69,8 @@ class PlanBuilder:
         """Build the steps, recursively including host-executed graphs."""
         for step in self._built.steps:
             if isinstance(step, Segment):
-                written = {s for op in step.ops for i in op.modified for s in self._storages[op.inputs[i]]}
-                step.donated = tuple(t for t in step.reads if t in written & self._built.owned & {*step.makes})
+                modified = {s for op in step.ops for i in op.modified for s in self._storages[op.inputs[i]]}
+                step.donated = tuple(t for t in step.reads if t in modified & self._built.owned & {*step.makes})
                 self._built.owned.update(step.makes)
                 self._insert_copies(step, {t: step.ipu for t in step.reads})
                 step.keys = {t: (t, step.ipu) for t in step.reads if self._built.final_ipus[t] != step.ipu}
@@ -112,8 +112,8 @@ class PlanBuilder:
             if run and self._segmentation.is_host_executed(run[0]):
                 yield self._control_flow(run[0])
             elif len(run) > 1 and count[code] == 1 and self._segmentation.is_segment(run[0]):
-                known = (n for n in lengths if 0 < n < len(run) and count[self._structure(run[:n])] > 1)
-                end = next(known, 1)
+                repeated = (n for n in lengths if 0 < n < len(run) and count[self._structure(run[:n])] > 1)
+                end = next(repeated, 1)
                 yield self._segment(run[:end])
                 yield self._segment(run[end:])
             elif run:
@@ -129,10 +129,10 @@ class PlanBuilder:
 
     def _control_flow(self, op: Op) -> HostControlFlow:
         stacks = tuple(stack.result for stack in self._stacks.get(op, ()))
-        written = tuple(op.inputs[i].origin for i in sorted(op.modified))
+        modified = tuple(op.inputs[i].origin for i in sorted(op.modified))
         return HostControlFlow(
             tuple(dict.fromkeys((*(t.origin for t in op.inputs if not self._is_immutable(t.origin)), *stacks))),
-            (*op.outputs, *written),
+            (*op.outputs, *modified),
             ipu=self._ipu_of(op),
             op=op,
             subplans=tuple(self._subplans(op, stacks)),

@@ -85,9 +85,9 @@ for _name, _function in (("max", jnp.max), ("min", jnp.min)):
 
 
 @jax_op(title="PickGrad")
-def _pick_grad(g: Any, index: Any, *, axis: int, size: tuple[int, ...]) -> Any:
-    g, index = (jnp.expand_dims(t, axis) for t in (g, index))
-    return jnp.where(lax.broadcasted_iota(index.dtype, size, axis) == index, g, jnp.zeros((), g.dtype))
+def _pick_grad(g: Any, place: Any, *, axis: int, size: tuple[int, ...]) -> Any:
+    g, place = (jnp.expand_dims(t, axis) for t in (g, place))
+    return jnp.where(lax.broadcasted_iota(place.dtype, size, axis) == place, g, jnp.zeros((), g.dtype))
 
 
 def picking(names: str, title: str, find: Callable[..., Any]) -> None:
@@ -102,7 +102,7 @@ def picking(names: str, title: str, find: Callable[..., Any]) -> None:
         index = find(widen(lines), **settings).astype(jnp.int32)
         return jnp.take_along_axis(lines, index[..., None], -1)[..., 0], index
 
-    gradient = {"input": lambda g, indices, input_spec, axis: _pick_grad(g, indices, axis=axis, size=input_spec.shape)}
+    gradient = {"input": lambda g, places, input_spec, axis: _pick_grad(g, places, axis=axis, size=input_spec.shape)}
     kind = jax_op(title=title, gradient=gradient, result=("values", "places"))(pick)
 
     @lowers(*(f"aten.{name}" for name in names.split()))

@@ -20,8 +20,8 @@ from pydantic_core import PydanticUndefined
 PAGES = """
     popxl.ops.collectives popxl.ops.var_updates popxl.ops popxl.transforms popxl.errors popxl.utils popxl.fp8_utils
     popxl popxl.context popxl.op popxl.extend.ops popxl.extend.kernels popxl.extend.graphs popxl.extend.collectives
-    popxl.extend.arguments popxl.extend.source popxl.extend.files popxl.extend.processes popxl.extend.targets
-    popxl.options popxl.random_seed popxl.tensor popxl.testing
+    popxl.extend.arguments popxl.extend.source popxl.extend.files popxl.extend.processes popxl.extend.sessions
+    popxl.extend.targets popxl.options popxl.random_seed popxl.tensor popxl.testing
     popxl.base.log popxl.base.pages popxl.analysis.estimate popxl.analysis.flops popxl.analysis.memory
 
     popxl_addons.layers popxl_addons.ops popxl_addons.optimizers popxl_addons.transforms popxl_addons

@@ -20,7 +20,8 @@ import popxl
 from popxl.errors import PopxlRuntimeError
 from popxl.extend.arguments import check_type
 from popxl.extend.files import ReplacedError
-from popxl.extend.processes import Instance, launched
+from popxl.extend.processes import Instance, KeyValueStore, launched
+from popxl.extend.sessions import SessionParts
 from popxl.tensor import Constant, Variable
 from popxl_addons import _wandb, array_files, checkpoint, sharded_arrays
 from popxl_addons.dot_tree import DotTree, check_leaves
@@ -65,6 +66,10 @@ class CheckpointSession(popxl.Session):
     _dataloader: DataLoader | None = None
 
     @property
+    def _parts(self) -> SessionParts:
+        return SessionParts(self)
+
+    @property
     def state(self) -> NamedTensors:
         """Variables to save and load, by name. May be assigned.
 
@@ -77,7 +82,7 @@ class CheckpointSession(popxl.Session):
     def state(self, state: NamedTensors) -> None:
         check_state(state)
         for t in named_tensors(state).values():
-            self._check_own("state", t)
+            self._parts.check_own("state", t)
         self._state = state
         self._writer = checkpoint.Writer(self)
 
@@ -148,7 +153,7 @@ class CheckpointSession(popxl.Session):
     def _save(self, place: str, format: array_files.Format, wait: bool) -> None:
         """See `save_checkpoint`. One thread at a time."""
         self._writer.join()  # there is room for one copy of the values
-        together = self._is_divided and not place.startswith(_wandb.SCHEME)
+        together = self._parts.is_divided and not place.startswith(_wandb.SCHEME)
         named = named_tensors(self.state)
         divided = {name: t for name, t in named.items() if together and is_saved_as_shards(t)}
         arrays = self._values({name: t for name, t in named.items() if name not in divided}, copied=not wait)
@@ -203,9 +208,9 @@ class CheckpointSession(popxl.Session):
             if number == 0:
                 directory, write = self._start_checkpoint(stack, place, format, arrays)
                 said["directory"] = str(directory)
-        share = sharded_arrays.ShardWriter(Path(answers[0]["directory"]), number, count, self._key_value_store)
+        share = sharded_arrays.ShardWriter(Path(answers[0]["directory"]), number, count, KeyValueStore())
         with share.reporting_failures():
-            parts = self._saved_parts([*divided.values()])
+            parts = self._parts.saved_parts([*divided.values()])
             own = {name: parts[v] for name, v in divided.items()}
         if number > 0:
             return partial(share.write, own, format)
@@ -288,7 +293,7 @@ class CheckpointSession(popxl.Session):
         """
         place = _checkpoint_name("load_checkpoint", checkpoint_dir)
         self._writer.wait()
-        together = self._is_divided and self.is_attached
+        together = self._parts.is_divided and self.is_attached
         for _ in range(0 if together else _ATTEMPTS - 1):
             with suppress(ReplacedError):
                 return self._load(place, report_missing, together)
@@ -325,9 +330,9 @@ class CheckpointSession(popxl.Session):
                     self._joint(what, together, "not all values have been loaded; load them again"),
                     opened.pop_all(),
                 ):
-                    self._write_parts({v: array.elements for v, array in values.items()})
+                    self._parts.write_parts({v: array.elements for v, array in values.items()})
         if not together:
-            self._write(read)
+            self._parts.write(read)
         self.session_state = info
 
     @contextmanager
@@ -351,7 +356,7 @@ class CheckpointSession(popxl.Session):
         except BaseException as raised:  # any error: the other processes wait for the report
             problem = raised
         if together:
-            answers += self._barrier(what, said | {"problem": problem and f"{type(problem).__name__}: {problem}"})
+            answers += self._parts.barrier(what, said | {"problem": problem and f"{type(problem).__name__}: {problem}"})
         if problem is not None:
             raise problem
         if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(answers) if each["problem"]]:
@@ -364,21 +369,12 @@ class CheckpointSession(popxl.Session):
     def _readable_state(self) -> dict[str, Variable | Constant]:
         named = named_tensors(self.state)
         for t in named.values():
-            self._check_readable(t)
+            self._parts.check_readable(t)
         return named
-
-    def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
-        """`write_variables_data` for exclusively owned arrays; unlisted variables keep their values."""
-        if not values:
-            return
-        with self._lock, self.ir.host_copies.lock:
-            if self._device_is_ahead():
-                self.weights_to_host()  # as all are uploaded
-            self._write_variables(values, copy=False)
 
     def _values(self, named: Mapping[str, Variable | Constant], copied: bool) -> dict[str, np.ndarray]:
         """Whole tensor values by name: memory maps unchanged, other arrays optionally copied."""
-        with self._lock, self.ir.host_copies.lock:
+        with self._parts.locked():
             data = self.values_of(named.values())
             wholes = {name: merged_value(t, data[t]) for name, t in named.items()}
             if copied:

@@ -158,7 +158,7 @@ class TaskSession(CheckpointSession):
         if missing and report_missing == "warn":
             text = f'{what}: {missing}. These keep their values. To expect that, say `report_missing="none"`.'
             warnings.warn(text, MissingStateWarning, stacklevel=2)
-        self._write({v: sharded_arrays.read_all(array) for v, array in values.items()})
+        self._parts.write({v: sharded_arrays.read_all(array) for v, array in values.items()})
 
     # Weights & Biases
 

@@ -19,10 +19,8 @@ from popxl.errors import LostUpdateWarning
 from popxl.ir import Ir
 from popxl.utils import narrowed
 from runtime.machine import Machine
-from runtime.processes import KeyValueStore
 from runtime.program.compiled import CompiledProgram
 from runtime.program.store import VariableStore
-from runtime.program.transfers import Given, Part
 from runtime.signals import defer_signals
 from runtime.targets.devices import Device
 
@@ -166,48 +164,6 @@ class SessionVariables:
                 "copied to the host before the session was left."
             )
         return store.is_ahead and self.is_attached
-
-    # Several processes ----------------------------------------------------------------------------------------------
-
-    _key_value_store = KeyValueStore()
-
-    @property
-    def _is_divided(self) -> bool:
-        """Whether several processes run the program."""
-        return self.program.layout.divided is not None
-
-    def _barrier(self, place: str, payload: Any) -> list[Any]:
-        """Wait for all processes running the program at barrier `place`. Returns their payloads."""
-        return self.program.layout.replicas.barrier(place, self._attached_store(place).run_count, payload)
-
-    def _saved_parts(self, variables: Collection[Variable]) -> dict[Variable, list[Part]]:
-        """Variable parts saved by this process, if every process saves its own: see `VariableStore.saved_parts`.
-        Requires a barrier first: unequal run counts would cause a deadlock."""
-        for v in variables:
-            self._check_readable(v)
-        with self._lock, self._ir.host_copies.lock:
-            own = [v for v in variables if v not in self._owners]
-            parts = self._attached_store("values_of").saved_parts(own, self._device_is_ahead()) if own else {}
-        for v in variables:
-            if v in self._owners:
-                owner, theirs = self._owners[v]
-                parts[v] = owner._saved_parts([theirs])[theirs]
-        return parts
-
-    def _write_parts(self, tensors: Given) -> None:
-        """Like `write_variables_data`, but reading values in parts: each process reads only parts held by its devices.
-        A collective operation of all processes.
-
-        Variables that the program changes are then on the devices only, as after a run. The others have host copies.
-        """
-        for v in tensors:
-            self._check_writable(v)
-        store = self._attached_store("write_variable_data")
-        with self._lock, self._ir.host_copies.lock:
-            if self._device_is_ahead() and not self.program.layout.downloaded <= tensors.keys():
-                self.weights_to_host()
-            self._device.loads(store)
-            store.upload_parts(tensors)
 
     def _data_of_owner(self, t: Variable | Constant) -> np.ndarray:
         owner, theirs = self._owners[t]  # type: ignore[index]  # a variable

@@ -12,6 +12,8 @@ from typing import get_type_hints
 import pytest
 
 import popxl
+from popxl_addons.checkpoint_session import CheckpointSession
+from popxl_addons.task_session import TaskSession
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,7 +24,7 @@ POPXL = """
     remote_buffer replica_grouping session streams tensor tensorlocation transforms transforms.autodiff
     transforms.decompose_sum transforms.merge_exchange typing_ utils op options testing
     extend extend.arguments extend.collectives extend.files extend.graphs extend.kernels extend.ops extend.processes
-    extend.source extend.targets
+    extend.sessions extend.source extend.targets
 """.split()
 ADDONS = """
     array_munging debugging dot_tree graph graph_cache graph_common layers layers.conv layers.embedding
@@ -58,6 +60,14 @@ def test_sessions_tell_their_source_and_types() -> None:
     assert inspect.getsource(popxl.Session).startswith("class Session(")
     assert pickle.loads(pickle.dumps(popxl.Session)) is popxl.Session
     assert set(get_type_hints(popxl.Session)) == {"machine"}
+
+
+def test_sessions_of_kits_use_no_private_members() -> None:
+    """Nor define any of the same name: `popxl.extend.sessions` has what they need."""
+    own = "\n".join(map(inspect.getsource, popxl.Session.__mro__[:-1]))
+    private = {*re.findall(r"\b(?:self\.|def )(_[a-z]\w*)", own)}
+    for of_kit in (CheckpointSession, TaskSession):
+        assert not private.intersection(re.findall(r"\b_[a-z]\w*", inspect.getsource(of_kit))), of_kit
 
 
 @cache

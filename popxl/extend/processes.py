@@ -9,6 +9,15 @@ Example:
 from popxl.base.distributed import Instance, launched
 from runtime.jax_private import jax_runs
 from runtime.pipes import exit_on_broken_pipe
-from runtime.processes import barrier, is_connected, join
+from runtime.processes import KeyValueStore, barrier, is_connected, join
 
-__all__ = ["Instance", "barrier", "exit_on_broken_pipe", "is_connected", "jax_runs", "join", "launched"]
+__all__ = [
+    "Instance",
+    "KeyValueStore",
+    "barrier",
+    "exit_on_broken_pipe",
+    "is_connected",
+    "jax_runs",
+    "join",
+    "launched",
+]

@@ -20,6 +20,7 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl.base.atomic_files import ReplacedError
+from popxl.extend.sessions import SessionParts
 from popxl_addons import checkpoint, task_session
 from popxl_addons.task_session import TaskSession, initialise_memmap_dir_from_checkpoint, write_variables_pb
 
@@ -327,7 +328,7 @@ def test_what_is_replaced_while_it_is_read(tmp_path, monkeypatch):
 
 def test_processes_that_find_different_checkpoints(tmp_path, monkeypatch):
     session = make()
-    monkeypatch.setattr(session, "_barrier", lambda what, said: [said, {"mark": "other", "problem": None}])
+    monkeypatch.setattr(SessionParts, "barrier", lambda self, what, said: [said, {"mark": "other", "problem": None}])
     with pytest.raises(ReplacedError, match="nothing is loaded.*different checkpoints"):
         with session._joint("here", True, "nothing is loaded") as (said, _):
             said["mark"] = "own"

@@ -1,4 +1,8 @@
-"""CPU implementations of optimiser steps that torch lacks. `poptorch.program.formulas` has those of programs."""
+"""CPU implementations of optimiser steps that torch lacks.
+
+The formulas are those of `poptorch.program.formulas`, written again on purpose: these compute with torch, in place and in
+the dtype of a parameter, those with JAX, in float32.
+"""
 
 from __future__ import annotations
 

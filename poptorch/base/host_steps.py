@@ -1,7 +1,7 @@
 """CPU implementations of optimiser steps that torch lacks.
 
-The formulas are those of `poptorch.program.formulas`, written again on purpose: these compute with torch, in place and in
-the dtype of a parameter, those with JAX, in float32.
+The formulas are those of `poptorch.program.formulas`, written again on purpose: these compute with torch, in the dtype
+of a parameter, those with JAX, in float32.
 """
 
 from __future__ import annotations

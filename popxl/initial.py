@@ -81,11 +81,11 @@ class Initial(BaseModel, ABC):
     def numbers(self, dtype: dtype_ | None = None) -> Array:
         """All elements as an array, optionally of another dtype."""
         wanted = self.dtype if dtype is None else dtype
-        found = np.empty(self.size, wanted.as_numpy())
+        values = np.empty(self.size, wanted.as_numpy())
         for start in range(0, self.size, PIECE):
             stop = min(start + PIECE, self.size)
-            found[start:stop] = to_numpy(self.elements(start, stop), wanted)
-        return found.reshape(self.shape)
+            values[start:stop] = to_numpy(self.elements(start, stop), wanted)
+        return values.reshape(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         numbers = self.numbers()
@@ -138,8 +138,8 @@ class Random(Initial):
 
     def elements(self, start: int, stop: int) -> Array:
         first = start // 4  # a count gives four
-        drawn = np.random.Philox(key=self.seed, counter=first).random_raw(stop - 4 * first)[start - 4 * first :]
-        shares = ((drawn >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # above 0, below 1
+        draws = np.random.Philox(key=self.seed, counter=first).random_raw(stop - 4 * first)[start - 4 * first :]
+        shares = ((draws >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # above 0, below 1
         if self.kind == "uniform":
             return self.low + shares * (self.high - self.low)
         from scipy.special import ndtr, ndtri  # JAX needs SciPy, too; importing it takes a while
@@ -173,13 +173,13 @@ class PartOfFile(Initial):
 
     def elements(self, start: int, stop: int) -> Array:
         element = self.dtype.as_numpy()
-        found = np.fromfile(self.path, element, stop - start, offset=self.offset + start * element.itemsize)
-        if len(found) < stop - start:
+        values = np.fromfile(self.path, element, stop - start, offset=self.offset + start * element.itemsize)
+        if len(values) < stop - start:
             raise ValueError(
                 f"initial.file: {os.fspath(self.path)!r} ends before element {stop} of the {self.size} from byte "
                 f"{self.offset} on that were there when the variable was made."
             )
-        return found
+        return values
 
 
 class Stacked(Initial):
@@ -198,23 +198,23 @@ class Stacked(Initial):
 
     @property
     def is_complete(self) -> bool:
-        return all(part.is_complete for part in self.parts)
+        return all(initial.is_complete for initial in self.parts)
 
     def check_held_by(self, dtype: dtype_, what: str) -> None:
-        for part in self.parts:
-            part.check_held_by(dtype, what)
+        for initial in self.parts:
+            initial.check_held_by(dtype, what)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        if self.shape != (len(self.parts), *self.parts[0].shape) or len({part.shape for part in self.parts}) > 1:
-            raise ValueError(f"parts of {[part.shape for part in self.parts]} are not {self.shape}")
+        if self.shape != (len(self.parts), *self.parts[0].shape) or len({initial.shape for initial in self.parts}) > 1:
+            raise ValueError(f"parts of {[initial.shape for initial in self.parts]} are not {self.shape}")
         return self
 
     def elements(self, start: int, stop: int) -> Array:
         size = self.parts[0].size
         numbers = range(start // size, -(-stop // size)) if size else ()
-        found = [self.parts[n].elements(max(start - n * size, 0), min(stop - n * size, size)) for n in numbers]
-        return np.concatenate(found) if found else np.zeros(0, np.float32)
+        chunks = [self.parts[n].elements(max(start - n * size, 0), min(stop - n * size, size)) for n in numbers]
+        return np.concatenate(chunks) if chunks else np.zeros(0, np.float32)
 
 
 Known = Annotated[Full | Random | PartOfFile | Stacked, Field(discriminator="kind")]
@@ -235,8 +235,8 @@ class Saved(BaseModel):
 
 
 def _shape(shape: int | Iterable[int], what: str) -> tuple[int, ...]:
-    given = integer_or_integers(shape, f"{what}: `shape`")
-    return sizes(given if isinstance(given, tuple) else (given,), f"{what}: `shape`")
+    entries = integer_or_integers(shape, f"{what}: `shape`")
+    return sizes(entries if isinstance(entries, tuple) else (entries,), f"{what}: `shape`")
 
 
 def zeros(shape: int | Iterable[int]) -> Full:
@@ -303,16 +303,16 @@ def file(path: str | os.PathLike[str], shape: int | Iterable[int], dtype: dtype_
         FileNotFoundError: if there is no such file.
         ValueError: if it is too short.
     """
-    found = PartOfFile(
+    described = PartOfFile(
         shape=_shape(shape, "initial.file"), path=Path(path).absolute(), element=dtype.name, offset=offset
     )
-    there, needed = found.path.stat().st_size, offset + found.size * dtype.itemsize
-    if there < needed:
+    size, needed = described.path.stat().st_size, offset + described.size * dtype.itemsize
+    if size < needed:
         raise ValueError(
-            f"initial.file: {os.fspath(path)!r} has {there} bytes; {found.size} elements of {dtype.name} from byte "
+            f"initial.file: {os.fspath(path)!r} has {size} bytes; {described.size} elements of {dtype.name} from byte "
             f"{offset} on end at byte {needed}."
         )
-    return found
+    return described
 
 
 def stacked(parts: Sequence[Initial]) -> Stacked:

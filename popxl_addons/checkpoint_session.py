@@ -146,43 +146,43 @@ class CheckpointSession(popxl.Session):
             ValueError: for an unknown `format`, or memory maps that lie in `checkpoint_dir`.
             ImportError: for an artifact, if `wandb` is not installed; `RuntimeError` if no run is active.
         """
-        place = _checkpoint_name("save_checkpoint", checkpoint_dir)
+        path = _checkpoint_name("save_checkpoint", checkpoint_dir)
         with self._writer.lock:
-            self._save(place, format, wait)
+            self._save(path, format, wait)
 
-    def _save(self, place: str, format: array_files.Format, wait: bool) -> None:
+    def _save(self, path: str, format: array_files.Format, wait: bool) -> None:
         """See `save_checkpoint`. One thread at a time."""
         self._writer.join()  # there is room for one copy of the values
-        together = self._parts.is_divided and not place.startswith(_wandb.SCHEME)
+        is_joint = self._parts.is_divided and not path.startswith(_wandb.SCHEME)
         named = named_tensors(self.state)
-        divided = {name: t for name, t in named.items() if together and is_saved_as_shards(t)}
-        arrays = self._values({name: t for name, t in named.items() if name not in divided}, copied=not wait)
+        sharded = {name: t for name, t in named.items() if is_joint and is_saved_as_shards(t)}
+        arrays = self._values({name: t for name, t in named.items() if name not in sharded}, copied=not wait)
         is_first = (launched() or Instance()).instance_index == 0
         with ExitStack() as stack:
-            if together:
-                finish = self._start_joint(stack, place, format, arrays, cast("dict[str, Variable]", divided))
+            if is_joint:
+                finish = self._start_joint(stack, path, format, arrays, cast("dict[str, Variable]", sharded))
             else:
                 self._writer.check()  # here, where all processes have given their values
                 if not is_first:
                     return
-                _, finish = self._start_checkpoint(stack, place, format, arrays)
+                _, finish = self._start_checkpoint(stack, path, format, arrays)
             draft = stack.pop_all()
         writer, count = self._writer, self.max_checkpoints  # not the session: a thread would keep it
 
         def complete() -> None:
             with draft:
                 finish()
-            if is_first and not place.startswith(_wandb.SCHEME):
-                writer.keep(checkpoint.as_path(place), count)
+            if is_first and not path.startswith(_wandb.SCHEME):
+                writer.keep(checkpoint.as_path(path), count)
 
-        writer.submit(complete, f"the checkpoint `{place}`", wait)
+        writer.submit(complete, f"the checkpoint `{path}`", wait)
 
     def _start_checkpoint(
-        self, stack: ExitStack, place: str, format: array_files.Format, arrays: Mapping[str, np.ndarray]
+        self, stack: ExitStack, path: str, format: array_files.Format, arrays: Mapping[str, np.ndarray]
     ) -> tuple[Path, Callable[[], None]]:
         """Draft checkpoint without arrays, with a writer for arrays."""
-        self._check_maps_elsewhere(place, arrays)
-        directory = stack.enter_context(checkpoint.new_checkpoint(place))
+        self._check_maps_elsewhere(path, arrays)
+        directory = stack.enter_context(checkpoint.new_checkpoint(path))
         checkpoint.write_info(directory, self.session_state)
         write = array_files.start_write(directory, arrays, format)
         if self._dataloader is not None:
@@ -192,38 +192,38 @@ class CheckpointSession(popxl.Session):
     def _start_joint(
         self,
         stack: ExitStack,
-        place: str,
+        path: str,
         format: array_files.Format,
         arrays: Mapping[str, np.ndarray],
-        divided: Mapping[str, Variable],
+        sharded: Mapping[str, Variable],
     ) -> Callable[[], None]:
-        """Distributed `_start_checkpoint`: first process writes `arrays`, every process its shards of `divided`.
+        """Distributed `_start_checkpoint`: first process writes `arrays`, every process its shards of `sharded`.
 
         They meet once, to know the draft. Later each says how its part has ended, and the first one waits for that.
         """
         instance = launched() or Instance()
         number, count = instance.instance_index, instance.num_instances
-        with self._joint("TaskSession.save_checkpoint", True, f"`{place}` has not been begun") as (said, answers):
+        with self._joint("TaskSession.save_checkpoint", True, f"`{path}` has not been begun") as (payload, answers):
             self._writer.check()
             if number == 0:
-                directory, write = self._start_checkpoint(stack, place, format, arrays)
-                said["directory"] = str(directory)
+                directory, write = self._start_checkpoint(stack, path, format, arrays)
+                payload["directory"] = str(directory)
         share = sharded_arrays.ShardWriter(Path(answers[0]["directory"]), number, count, KeyValueStore())
         with share.reporting_failures():
-            parts = self._parts.saved_parts([*divided.values()])
-            own = {name: parts[v] for name, v in divided.items()}
+            shards = self._parts.saved_parts([*sharded.values()])
+            own_shards = {name: shards[v] for name, v in sharded.items()}
         if number > 0:
-            return partial(share.write, own, format)
-        index = sharded_arrays.Index(writers=count, arrays={name: shard_spec(v) for name, v in divided.items()})
+            return partial(share.write, own_shards, format)
+        index = sharded_arrays.Index(writers=count, arrays={name: shard_spec(v) for name, v in sharded.items()})
 
         def finish() -> None:
             try:
-                share.write(own, format)
+                share.write(own_shards, format)
             finally:  # the draft must exist while any process writes to it
                 problems = share.problems()
             if problems:
                 raise PopxlRuntimeError(
-                    f"TaskSession.save_checkpoint: `{place}` is not complete, and is not there. {' '.join(problems)}"
+                    f"TaskSession.save_checkpoint: `{path}` is not complete, and is not there. {' '.join(problems)}"
                 )
             write()
             sharded_arrays.write_index(share.directory, index)
@@ -245,12 +245,12 @@ class CheckpointSession(popxl.Session):
         if exception is None:
             self._writer.check()
 
-    def _check_maps_elsewhere(self, place: str, arrays: Mapping[str, np.ndarray]) -> None:
+    def _check_maps_elsewhere(self, path: str, arrays: Mapping[str, np.ndarray]) -> None:
         for name, array in arrays.items():
             file = array_files.map_file(array)
-            if file is not None and checkpoint.as_path(place) in file.resolve().parents:
+            if file is not None and checkpoint.as_path(path) in file.resolve().parents:
                 raise ValueError(
-                    f"TaskSession.save_checkpoint: the state `{name}` is mapped to `{file}`, which is in `{place}`, "
+                    f"TaskSession.save_checkpoint: the state `{name}` is mapped to `{file}`, which is in `{path}`, "
                     "the checkpoint that is to be replaced. Save to another directory."
                 )
 
@@ -291,53 +291,53 @@ class CheckpointSession(popxl.Session):
             FileNotFoundError: if there is no checkpoint; or, by the data loader, if its file is not in it.
             ImportError: for an artifact, if `wandb` is not installed.
         """
-        place = _checkpoint_name("load_checkpoint", checkpoint_dir)
+        path = _checkpoint_name("load_checkpoint", checkpoint_dir)
         self._writer.wait()
-        together = self._parts.is_divided and self.is_attached
-        for _ in range(0 if together else _ATTEMPTS - 1):
+        is_joint = self._parts.is_divided and self.is_attached
+        for _ in range(0 if is_joint else _ATTEMPTS - 1):
             with suppress(ReplacedError):
-                return self._load(place, report_missing, together)
-        self._load(place, report_missing, together)
+                return self._load(path, report_missing, is_joint)
+        self._load(path, report_missing, is_joint)
 
-    def _load(self, place: str, report_missing: ReportMissingMethods, together: bool) -> None:
+    def _load(self, path: str, report_missing: ReportMissingMethods, is_joint: bool) -> None:
         """As `load_checkpoint`. `ReplacedError` if another checkpoint takes its place meanwhile."""
         instance = launched() or Instance()
-        share = (instance.instance_index, instance.num_instances) if together else (0, 1)
-        what = f"TaskSession.load_checkpoint, from `{place}`"
+        share = (instance.instance_index, instance.num_instances) if is_joint else (0, 1)
+        caller = f"TaskSession.load_checkpoint, from `{path}`"
         with ExitStack() as opened:
-            with self._joint(what, together, "nothing has been loaded") as (said, _), ExitStack() as stack:
-                directory = stack.enter_context(checkpoint.open_checkpoint(place, *share))
-                said["mark"] = checkpoint.checkpoint_id(directory)
+            with self._joint(caller, is_joint, "nothing has been loaded") as (payload, _), ExitStack() as stack:
+                directory = stack.enter_context(checkpoint.open_checkpoint(path, *share))
+                payload["mark"] = checkpoint.checkpoint_id(directory)
                 info = checkpoint.read_info(directory)
                 differences = key_differences("Checkpoint", info.keys(), self.session_state.keys(), "session_state")
-                maps = {path.name for path in (directory / array_files.MODEL).glob("*")}
+                maps = {file.name for file in (directory / array_files.MODEL).glob("*")}
                 arrays = sharded_arrays.arrays_of(directory)
                 values, missing = match_state(
-                    self._readable_state(), what, "Checkpoint", arrays, report_missing, differences, maps
+                    self._readable_state(), caller, "Checkpoint", arrays, report_missing, differences, maps
                 )
                 if missing and report_missing == "warn":
-                    _log.warning("%s: %s.", what, missing)
+                    _log.warning("%s: %s.", caller, missing)
                 if self._dataloader is not None:
                     self._dataloader.resume(filename=str(directory / checkpoint.LOADER))
                     if hasattr(self._dataloader, "get_state"):
                         _log.info("The data loader goes on at %s.", self._dataloader.get_state())
-                if together:
+                if is_joint:
                     opened.push(stack.pop_all())
                 else:
-                    read = {v: sharded_arrays.read_all(array) for v, array in values.items()}
-            if together and values:
+                    host_values = {v: sharded_arrays.read_all(array) for v, array in values.items()}
+            if is_joint and values:
                 with (
-                    self._joint(what, together, "not all values have been loaded; load them again"),
+                    self._joint(caller, is_joint, "not all values have been loaded; load them again"),
                     opened.pop_all(),
                 ):
                     self._parts.write_parts({v: array.elements for v, array in values.items()})
-        if not together:
+        if not is_joint:
             self._parts.write(read)
         self.session_state = info
 
     @contextmanager
     def _joint(
-        self, what: str, together: bool, otherwise: str
+        self, caller: str, is_joint: bool, otherwise: str
     ) -> Iterator[tuple[dict[str, str], list[dict[str, Any]]]]:
         """Per-process block in distributed programs, with a barrier at its end: failures in one process, and differing
         `mark` payloads, raise in all.
@@ -345,24 +345,26 @@ class CheckpointSession(popxl.Session):
         The block fills the payload of its process. Those of all are in the list, once the block has ended.
 
         Args:
-            together: whether the program has several processes.
+            is_joint: whether several processes take part.
             otherwise: description of the state after an error in another process.
         """
-        said: dict[str, str] = {}
+        payload: dict[str, str] = {}
         answers: list[dict[str, Any]] = []
         problem: BaseException | None = None
         try:
-            yield said, answers
+            yield payload, answers
         except BaseException as raised:  # any error: the other processes wait for the report
             problem = raised
-        if together:
-            answers += self._parts.barrier(what, said | {"problem": problem and f"{type(problem).__name__}: {problem}"})
+        if is_joint:
+            answers += self._parts.barrier(
+                caller, payload | {"problem": problem and f"{type(problem).__name__}: {problem}"}
+            )
         if problem is not None:
             raise problem
-        if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(answers) if each["problem"]]:
-            raise PopxlRuntimeError(f"{what}: {otherwise}. {' '.join(problems)}")
-        if len({each.get("mark") for each in answers}) > 1:
-            raise ReplacedError(f"{what}: {otherwise}. Processes found different checkpoints there. Read it again.")
+        if problems := [f"Process {i}: {answer['problem']}" for i, answer in enumerate(answers) if answer["problem"]]:
+            raise PopxlRuntimeError(f"{caller}: {otherwise}. {' '.join(problems)}")
+        if len({answer.get("mark") for answer in answers}) > 1:
+            raise ReplacedError(f"{caller}: {otherwise}. Processes found different checkpoints there. Read it again.")
 
     # Values
 

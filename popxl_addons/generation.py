@@ -81,14 +81,14 @@ class Request:
         """Take own tokens from a run; nothing after cancellation."""
         if self.is_done:
             return []
-        more = column[: self.count - len(self.tokens)]
-        found = next((i for i, token in enumerate(more) if token in ends), None)
-        if found is not None:
-            more = more[: found + 1]
-        self.tokens += more
-        if found is not None or len(self.tokens) == self.count:
+        accepted = column[: self.count - len(self.tokens)]
+        end = next((i for i, token in enumerate(accepted) if token in ends), None)
+        if end is not None:
+            accepted = accepted[: end + 1]
+        self.tokens += accepted
+        if end is not None or len(self.tokens) == self.count:
             self.is_done = True  # and never back to False: it may be cancelled just now
-        return more
+        return accepted
 
 
 @dataclass(frozen=True)
@@ -185,16 +185,16 @@ class Generator:
         self._slots: list[Request | None] = [None] * self.batch
         self._single_prefill: _Reader | None = None
         step = _DecodeStep(model, self.batch, self.room, self.tokens, temperature=temperature, top_k=top_k, top_p=top_p)
-        writing, own = self._decode_program(step, is_known=weights is not None)
+        writing, own_variables = self._decode_program(step, is_known=weights is not None)
         if weights is not None:
-            theirs = weights[1].to_dict()
-            if missing := [name for name in own.keys_flat() if name not in theirs]:
+            given_names = weights[1].to_dict()
+            if missing := [name for name in own_variables.keys_flat() if name not in given_names]:
                 raise ValueError(f"Generator: `weights` lacks variables of the model: {missing}.")
         self.writing = popxl.Session(writing, device_desc)
         self._owner = self.writing if weights is None else weights[0]
-        self.variables: NamedTensors = own if weights is None else weights[1]
+        self.variables: NamedTensors = own_variables if weights is None else weights[1]
         if weights is not None:
-            _share(self.writing, self._owner, to_mapping(own, self.variables))
+            _share(self.writing, self._owner, to_mapping(own_variables, self.variables))
         self._batch_prefill = self._prefill_program(self.batch)
         self.reading = self._batch_prefill.session
 
@@ -215,12 +215,12 @@ class Generator:
 
     def _checked_ends(self, end: int | Sequence[int] | None) -> frozenset[int]:
         ends = () if end is None else integer_or_integers(end, "Generator: `end`")
-        found = frozenset([ends] if isinstance(ends, int) else ends)
-        if unknown := sorted(token for token in found if not 0 <= token < self.vocabulary):
+        tokens = frozenset([ends] if isinstance(ends, int) else ends)
+        if unknown := sorted(token for token in tokens if not 0 <= token < self.vocabulary):
             raise ValueError(
                 f"Generator: `end` has {unknown}; expected tokens of the model, from 0 to {self.vocabulary - 1}."
             )
-        return found
+        return tokens
 
     def _decode_program(self, step: _DecodeStep, is_known: bool) -> tuple[popxl.Ir, NamedTensors]:
         """Build the decode program, with its model variables."""
@@ -249,13 +249,13 @@ class Generator:
             if texts != self.batch:
                 streams.append(popxl.h2d_stream((), popxl.int32, "slot"))
             text, *slot = (ops.host_load(stream) for stream in streams)
-            where = {"slot": slot[0], "slots": self.batch} if slot else {}
-            facts, graph = self._model.create_graph(text, room=self.room, logits=False, **where)
-            known, filled = _create_variables(facts, is_known=True)
-            graph.bind(_merged(known, filled)).call(text, *slot)
+            slot_arguments = {"slot": slot[0], "slots": self.batch} if slot else {}
+            facts, graph = self._model.create_graph(text, room=self.room, logits=False, **slot_arguments)
+            weights, cache_variables = _create_variables(facts, is_known=True)
+            graph.bind(_merged(weights, cache_variables)).call(text, *slot)
         session = popxl.Session(ir, self._device_desc)
-        _share(session, self._owner, to_mapping(known, self.variables))
-        _share(session, self.writing, to_mapping(filled, self._cache))
+        _share(session, self._owner, to_mapping(weights, self.variables))
+        _share(session, self.writing, to_mapping(cache_variables, self._cache))
         return _Reader(session, streams)
 
     @property
@@ -336,21 +336,23 @@ class Generator:
             raise ValueError("Generator: it holds no device now. Use it inside `with generator:`.")
         with self._stepping:
             self._admit()
-            going = {slot: each for slot, each in enumerate(self._slots) if each is not None and not each.is_done}
-            if not going:
+            active = {
+                slot: request for slot, request in enumerate(self._slots) if request is not None and not request.is_done
+            }
+            if not active:
                 return {}
-            read, last = (np.zeros(self.batch, np.int32) for _ in range(2))
+            lengths, last_tokens = (np.zeros(self.batch, np.int32) for _ in range(2))
             seeds = np.zeros((self.batch, 2), np.uint32)
-            for slot, request in going.items():
+            for slot, request in active.items():
                 text = request.prompt + request.tokens
-                read[slot], last[slot], seeds[slot] = len(text) - 1, text[-1], request.seed
-            outputs = self.writing.run({self._lengths: read, self._last: last, self._seeds: seeds})
+                lengths[slot], last_tokens[slot], seeds[slot] = len(text) - 1, text[-1], request.seed
+            outputs = self.writing.run({self._lengths: lengths, self._last: last_tokens, self._seeds: seeds})
             columns = np.asarray(outputs[self._tokens_out]).T.tolist()
-            return {each: each._take(columns[slot], self.ends) for slot, each in going.items()}
+            return {request: request._take(columns[slot], self.ends) for slot, request in active.items()}
 
     def _admit(self) -> None:
         """Prefill prompts of waiting requests into free slots, together if all slots are free."""
-        for request in [each for each in self._waiting if each.is_done]:
+        for request in [request for request in self._waiting if request.is_done]:
             self._waiting.remove(request)  # in place: another thread may submit meanwhile
         free = [slot for slot, request in enumerate(self._slots) if request is None or request.is_done]
         entering = dict(zip(free, self._waiting, strict=False))
@@ -374,14 +376,14 @@ class Generator:
 
     def _generate_chunks(self, requests: list[Request]) -> Iterator[list[list[int]]]:
         self._waiting += requests
-        given = [0] * len(requests)
+        counts = [0] * len(requests)
         try:
             # Steps of another thread may have continued these too.
-            while any(not r.is_done or len(r.tokens) > n for r, n in zip(requests, given, strict=True)):
+            while any(not r.is_done or len(r.tokens) > n for r, n in zip(requests, counts, strict=True)):
                 self.step()
-                pieces = [r.tokens[n:] for r, n in zip(requests, given, strict=True)]
-                given = [len(r.tokens) for r in requests]
-                yield pieces
+                chunks = [r.tokens[n:] for r, n in zip(requests, counts, strict=True)]
+                counts = [len(r.tokens) for r in requests]
+                yield chunks
         finally:
             for request in requests:
                 request.cancel()  # the caller no longer reads
@@ -392,7 +394,7 @@ class Generator:
         count = integer(count, "Generator: `count`")
         self._check(prompts, count)
         seeds = popxl.create_seeds(seed, replicas=len(prompts)).reshape(-1, 2)
-        return [Request(prompt, count, own) for prompt, own in zip(prompts, seeds, strict=True)]
+        return [Request(prompt, count, text_seed) for prompt, text_seed in zip(prompts, seeds, strict=True)]
 
     def _check(self, prompts: Sequence[Sequence[int]], count: int) -> None:
         if not 0 < len(prompts) <= self.batch:
@@ -418,24 +420,24 @@ class Generator:
 
 def _texts(prompts: Iterable[Iterable[int]]) -> list[list[int]]:
     try:
-        each = list(prompts)
+        texts = list(prompts)
     except TypeError:
         raise TypeError(
             f"Generator: `prompts` must be sequences of tokens; got {prompts!r} ({type(prompts).__name__})."
         ) from None
-    return [[*integers(prompt, "Generator: a prompt")] for prompt in each]
+    return [[*integers(prompt, "Generator: a prompt")] for prompt in texts]
 
 
-def _is_session_and_variables(given: Any) -> bool:
+def _is_session_and_variables(value: Any) -> bool:
     kinds = (popxl.Session, NamedTensors)
-    return isinstance(given, tuple) and len(given) == 2 and all(map(isinstance, given, kinds))
+    return isinstance(value, tuple) and len(value) == 2 and all(map(isinstance, value, kinds))
 
 
 def _create_variables(facts: NamedVariableFactories, is_known: bool) -> tuple[NamedTensors, NamedTensors]:
     """Create graph variables: weights (possibly known) and mutable state."""
     weights, changed = ({n: f for n, f in facts.to_dict().items() if f.by_ref == by_ref} for by_ref in (False, True))
-    made = NamedVariableFactories.from_dict(weights).init(empty=is_known)
-    return made, NamedVariableFactories.from_dict(changed).init()
+    variables = NamedVariableFactories.from_dict(weights).init(empty=is_known)
+    return variables, NamedVariableFactories.from_dict(changed).init()
 
 
 def _share(session: popxl.Session, owner: popxl.Session, variables: dict[Any, Any]) -> None:
@@ -445,5 +447,5 @@ def _share(session: popxl.Session, owner: popxl.Session, variables: dict[Any, An
         mine.data = theirs.data
 
 
-def _merged(one: NamedTensors, other: NamedTensors) -> NamedTensors:
-    return NamedTensors.from_dict({**one.to_dict(), **other.to_dict()})
+def _merged(a: NamedTensors, b: NamedTensors) -> NamedTensors:
+    return NamedTensors.from_dict({**a.to_dict(), **b.to_dict()})

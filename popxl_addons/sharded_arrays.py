@@ -140,14 +140,14 @@ def write_pieces(directory: Path, number: int, pieces: Mapping[str, list[Piece]]
             f"There is no directory `{directory}`, which the first process has made. Choose a place for checkpoints "
             "that all processes have in common."
         )
-    own = directory / PIECES / str(number)
-    own.mkdir(parents=True)
-    joined = {name: _concatenate_pieces(each) for name, each in pieces.items() if each}
-    write_arrays(own, joined, format)
-    runs = {name: [(start, start + elements.size) for start, elements in pieces[name]] for name in joined}
-    (own / RUNS).write_bytes(_Runs.dump_json(runs))
-    write_checksums(own)
-    bring_to_disk(own)
+    folder = directory / PIECES / str(number)
+    folder.mkdir(parents=True)
+    contents = {name: _concatenate_pieces(shards) for name, shards in pieces.items() if shards}
+    write_arrays(folder, contents, format)
+    runs = {name: [(start, start + elements.size) for start, elements in pieces[name]] for name in contents}
+    (folder / RUNS).write_bytes(_Runs.dump_json(runs))
+    write_checksums(folder)
+    bring_to_disk(folder)
 
 
 def write_index(directory: Path, index: Index) -> None:
@@ -200,34 +200,34 @@ class ReshapedArray:
         return self.source.dtype
 
     def elements(self, start: int, stop: int) -> np.ndarray:
-        before, size = math.prod(self.unsplit_shape[: self.axis]), self.unsplit_shape[self.axis]
-        after = math.prod(self.unsplit_shape[self.axis + 1 :])
-        here, there = size // self.num_parts, size // self.stored
-        found = [self.source.elements(0, 0)]
+        outer, size = math.prod(self.unsplit_shape[: self.axis]), self.unsplit_shape[self.axis]
+        inner = math.prod(self.unsplit_shape[self.axis + 1 :])
+        view_size, stored_size = size // self.num_parts, size // self.stored
+        chunks = [self.source.elements(0, 0)]
         while start < stop:  # as long as elements are contiguous both here and there
-            row, last = divmod(start, after)
-            row, own = divmod(row, here)
-            part, row = divmod(row, before)
-            other, k = divmod(part * here + own, there)
-            count = min(min(here - own, there - k) * after - last, stop - start)
-            first = ((other * before + row) * there + k) * after + last
-            found.append(self.source.elements(first, first + count))
+            row, inner_index = divmod(start, inner)
+            row, view_index = divmod(row, view_size)
+            view_part, row = divmod(row, outer)
+            stored_part, stored_index = divmod(view_part * view_size + view_index, stored_size)
+            count = min(min(view_size - view_index, stored_size - stored_index) * inner - inner_index, stop - start)
+            source_start = ((stored_part * outer + row) * stored_size + stored_index) * inner + inner_index
+            chunks.append(self.source.elements(source_start, source_start + count))
             start += count
-        return np.concatenate(found)
+        return np.concatenate(chunks)
 
 
 def join(array: LazyArray, axis: int) -> LazyArray:
     """An array as one value, whose parts along an axis are stacked on its first axis: see `array_munging.unshard`."""
-    parts, *shape = array.shape
-    shape[axis] *= parts
-    return ReshapedArray(array, tuple(shape), tuple(shape), axis, stored=parts, num_parts=1)
+    num_parts, *shape = array.shape
+    shape[axis] *= num_parts
+    return ReshapedArray(array, tuple(shape), tuple(shape), axis, stored=num_parts, num_parts=1)
 
 
-def split(array: LazyArray, parts: int, axis: int) -> LazyArray:
+def split(array: LazyArray, num_parts: int, axis: int) -> LazyArray:
     """An array as equal parts along an axis, stacked on a new first axis: see `array_munging.shard`."""
     shape = list(array.shape)
-    shape[axis] //= parts
-    return ReshapedArray(array, (parts, *shape), array.shape, axis, stored=1, num_parts=parts)
+    shape[axis] //= num_parts
+    return ReshapedArray(array, (num_parts, *shape), array.shape, axis, stored=1, num_parts=num_parts)
 
 
 @dataclass(frozen=True)
@@ -245,14 +245,14 @@ class _ConcatenatedArray:
     sources: tuple[tuple[LazyArray, int], ...]
 
     def elements(self, start: int, stop: int) -> np.ndarray:
-        found = [np.empty(0, self.dtype)]
+        chunks = [np.empty(0, self.dtype)]
         ends = (*self.starts[1:], math.prod(self.shape))
         i = bisect_right(self.starts, start) - 1
         while start < stop:
             (source, first), begin, end = self.sources[i], self.starts[i], min(ends[i], stop)
-            found.append(source.elements(first + start - begin, first + end - begin))
+            chunks.append(source.elements(first + start - begin, first + end - begin))
             start, i = end, i + 1
-        return np.concatenate(found)
+        return np.concatenate(chunks)
 
 
 def _arrays_in_pieces(directory: Path) -> dict[str, LazyArray]:
@@ -260,37 +260,37 @@ def _arrays_in_pieces(directory: Path) -> dict[str, LazyArray]:
     if not (directory / PIECES).exists():
         return {}
     index = _parse_file(path, Index.model_validate_json)
-    found: dict[str, list[tuple[int, int, LazyArray, int]]] = {name: [] for name in index.arrays}
+    runs_of: dict[str, list[tuple[int, int, LazyArray, int]]] = {name: [] for name in index.arrays}
     for number in range(index.writers):
-        own = directory / PIECES / str(number)
-        if not own.is_dir():
+        folder = directory / PIECES / str(number)
+        if not folder.is_dir():
             raise UnreadableFileError(f"`{directory}` is damaged: `{PIECES}/{number}` is missing, of {index.writers}.")
-        runs, arrays = _parse_file(own / RUNS, _Runs.validate_json), arrays_in(own)
-        for name in (name for name in runs if name in arrays and name in found):
+        runs, arrays = _parse_file(folder / RUNS, _Runs.validate_json), arrays_in(folder)
+        for name in (name for name in runs if name in arrays and name in runs_of):
             first = 0
             for start, stop in runs[name]:
-                found[name].append((start, stop, arrays[name], first))
+                runs_of[name].append((start, stop, arrays[name], first))
                 first += stop - start
             if first != math.prod(arrays[name].shape):
-                found[name].clear()  # shapes or dtypes do not match the index
-    return {name: _concatenated_array(path, name, found[name], index.arrays[name]) for name in index.arrays}
+                runs_of[name].clear()  # shapes or dtypes do not match the index
+    return {name: _concatenated_array(path, name, runs_of[name], index.arrays[name]) for name in index.arrays}
 
 
 def _concatenated_array(
-    path: Path, name: str, runs: list[tuple[int, int, LazyArray, int]], divided: ShardSpec
+    path: Path, name: str, runs: list[tuple[int, int, LazyArray, int]], spec: ShardSpec
 ) -> LazyArray:
     """Array from its pieces. `UnreadableFileError` for missing or duplicate ones."""
-    size = math.prod(divided.shape)
-    own = sorted((run for run in runs if run[0] < run[1] or not size), key=itemgetter(0, 1))
-    if not own or [0, *(stop for _, stop, *_ in own)] != [*(start for start, *_ in own), size]:
+    size = math.prod(spec.shape)
+    ordered = sorted((run for run in runs if run[0] < run[1] or not size), key=itemgetter(0, 1))
+    if not ordered or [0, *(stop for _, stop, *_ in ordered)] != [*(start for start, *_ in ordered), size]:
         raise UnreadableFileError(f"`{path}` is damaged: the pieces of `{name}` are not all there, each once.")
-    starts, pieces = tuple(start for start, *_ in own), tuple((source, first) for *_, source, first in own)
-    array = _ConcatenatedArray(divided.shape, pieces[0][0].dtype, starts, pieces)
-    return array if divided.axis is None else join(array, divided.axis)
+    starts, sources = tuple(start for start, *_ in ordered), tuple((source, first) for *_, source, first in ordered)
+    array = _ConcatenatedArray(spec.shape, sources[0][0].dtype, starts, sources)
+    return array if spec.axis is None else join(array, spec.axis)
 
 
-def _parse_file(path: Path, read: Callable[[bytes], Any]) -> Any:
+def _parse_file(path: Path, parse: Callable[[bytes], Any]) -> Any:
     try:
-        return read(path.read_bytes())
+        return parse(path.read_bytes())
     except (ValidationError, FileNotFoundError) as problem:
         raise UnreadableFileError(f"`{path}` is damaged: {problem}") from problem

@@ -138,8 +138,8 @@ def train_step(
         division = {"micro_batches": micro_batches, "optimizer_state": optimizer_state}
         how = {"accumulate": accumulate, "precision": precision, "loss_scaling": loss_scaling, "sharded": sharded}
         memory = _planned_apart(module, streams, memory, optimizer=optimizer, **division, **how, **settings)
-    memory, parts, location = _chosen(memory, micro_batches, optimizer_state, specs)
-    batch = MicroBatches(specs, parts)
+    memory, count, location = _chosen(memory, micro_batches, optimizer_state, specs)
+    batch = MicroBatches(specs, count)
     if loss_scaling is None:
         loss_scaling = DynamicLossScaling() if precision and precision.dtype is popxl.float16 else 1.0
     with popxl.in_sequence():
@@ -156,18 +156,18 @@ def train_step(
             variables = factories.init_sharded() if sharded else factories.init()
         scale = loss_scaling.init() if isinstance(loss_scaling, DynamicLossScaling) else loss_scaling
         loaded = ([_loaded(each, precision) for each in inputs] for _ in range(accumulate))
-        batches = (each for whole in loaded for each in batch.slices_of(whole))
+        batches = (each for micro_batch in loaded for each in batch.slices_of(micro_batch))
         forward = gather_where_read(forward, variables)
         weights = variables if precision is None else precision.cast(variables, forward.args)
         treated = memory
         if memory is None and any(t.meta_shape for t in forward.args.tensors):
             treated = "everything"  # but for the weights that layers gather
-        planned = None if treated is None else PlannedGradients(forward.graph, cast(Any, treated), parts, location)
+        planned = None if treated is None else PlannedGradients(forward.graph, cast(Any, treated), count, location)
         bound = _bound(forward.args, weights, variables)
-        mean, found = _gradients(forward, bound, batches, accumulate * parts, scale, planned)
+        mean, unreduced = _gradients(forward, bound, batches, accumulate * count, scale, planned)
         gradients = {
             name: g if forward.args[name].meta_shape else _mean_gradient(g, variables[name])
-            for name, g in found.to_dict().items()
+            for name, g in unreduced.to_dict().items()
         }
         if popxl.gir().replication_factor > 1:
             mean = ops.collectives.replicated_all_reduce(mean, "mean")
@@ -238,7 +238,7 @@ def _check_division(memory: Any, micro_batches: Any, optimizer_state: Any) -> No
 
 def _check_apart(inputs: Sequence[Any], variables: NamedTensors | None, loss_scaling: Any) -> None:
     """`ValueError` for a step that cannot be built a second time, apart."""
-    if variables is not None or any(isinstance(each, popxl.Tensor) for each in (*inputs, loss_scaling)):
+    if variables is not None or any(isinstance(value, popxl.Tensor) for value in (*inputs, loss_scaling)):
         raise ValueError(
             "train_step: a budget as `memory` builds the step apart, from streams and variables of its own, "
             "and there are tensors among the arguments. Take the plan of `plan_memory` as `memory`."
@@ -386,14 +386,14 @@ def _group(variable: popxl.Tensor) -> popxl.ReplicaGrouping:
 
 def _mean_gradient(gradient: popxl.Tensor, variable: popxl.Tensor) -> popxl.Tensor:
     """Mean gradient over replicas sharing a variable; own shard for sharded ones."""
-    group, piece = _group(variable), variable.piece if isinstance(variable, Variable) else None
+    group, shard = _group(variable), variable.piece if isinstance(variable, Variable) else None
     if group.group_size == 1:
         return gradient
-    if piece is None:
+    if shard is None:
         return ops.collectives.replicated_all_reduce(gradient, "mean", group)
-    pieces = shard_count(gradient.nelms, piece.nelms, group.const_rg.group_size)
-    if pieces == group.group_size:
+    count = shard_count(gradient.nelms, shard.nelms, group.const_rg.group_size)
+    if count == group.group_size:
         return ops.collectives.replicated_reduce_scatter(gradient, "mean", group, True)
     mean = ops.collectives.replicated_all_reduce(gradient, "mean", group)
-    holders = popxl.gir().replica_grouping(group.const_rg.stride, pieces)
+    holders = popxl.gir().replica_grouping(group.const_rg.stride, count)
     return ops.collectives.replica_sharded_slice(mean, holders)

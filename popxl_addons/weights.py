@@ -47,8 +47,8 @@ class _Weight:
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        known = DTYPES.get(self.dtype)
-        return f"{self.dtype if known is None else np.dtype(known).name}{list(self.shape)}"
+        numpy_dtype = DTYPES.get(self.dtype)
+        return f"{self.dtype if numpy_dtype is None else np.dtype(numpy_dtype).name}{list(self.shape)}"
 
     def mapped(self) -> np.ndarray:
         """Memory-mapped values, read on access."""
@@ -62,21 +62,21 @@ def _files_in(folder: Path) -> list[Path]:
         try:
             named = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()
             files = sorted(set(named))
-            outside = [name for name in files if Path(name).name != name]
+            foreign = [name for name in files if Path(name).name != name]
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise UnreadableFileError(f"`{folder / INDEX}` is damaged: {problem!r}") from problem
-        if outside:
-            raise UnreadableFileError(f"`{folder / INDEX}` names files that are not in its folder: {outside}.")
+        if foreign:
+            raise UnreadableFileError(f"`{folder / INDEX}` names files that are not in its folder: {foreign}.")
         if missing := [name for name in files if not (folder / name).exists()]:
             raise FileNotFoundError(f"`{folder}` is not complete: its index names {missing}, which are not there.")
         return [folder / name for name in files]
-    found = [folder / FILE] if (folder / FILE).exists() else sorted(folder.glob("*.safetensors"))
-    if len(found) != 1:
+    candidates = [folder / FILE] if (folder / FILE).exists() else sorted(folder.glob("*.safetensors"))
+    if len(candidates) != 1:
         raise FileNotFoundError(
             f"`{folder}` holds no weights that can be found: expected `{INDEX}`, `{FILE}`, or one file that ends in "
-            f"`.safetensors`; found {[path.name for path in found]}."
+            f"`.safetensors`; found {[path.name for path in candidates]}."
         )
-    return found
+    return candidates
 
 
 def _weights_at(place: str | os.PathLike[str]) -> dict[str, _Weight]:
@@ -134,46 +134,46 @@ def load_safetensors(
         >>> v.fc.weight.data.sum()
         np.float32(6.0)
     """
-    own = _session_variables("load_safetensors", variables, session)
-    there = _weights_at(place)
-    table = _table(names, own)
-    absent = "" if any(name.startswith(table.prefix) for name in there) else table.prefix
+    by_name = _session_variables("load_safetensors", variables, session)
+    weights = _weights_at(place)
+    table = _table(names, by_name)
+    removed_prefix = "" if any(name.startswith(table.prefix) for name in weights) else table.prefix
     missing, unfit, used = [], [], set()
     work: list[tuple[Variable, _Weight, Stored]] = []
-    for name, v in own.items():
+    for name, v in by_name.items():
         stored = table.stored_form(name)
-        found = "" if stored is None else stored.name.removeprefix(absent)
-        if stored is None or found not in there:
-            missing.append(f"`{name}` (" + (f"`{found}`" if found else "not among `names`") + ")")
+        file_name = "" if stored is None else stored.name.removeprefix(removed_prefix)
+        if stored is None or file_name not in weights:
+            missing.append(f"`{name}` (" + (f"`{file_name}`" if file_name else "not among `names`") + ")")
             continue
-        used.add(found)
-        weight = there[found]
+        used.add(file_name)
+        weight = weights[file_name]
         for home in dict.fromkeys([v] if session is None else [v, session.owner_of(v)[1]]):
             if problem := _problem(home, weight, stored, narrow):
-                unfit.append(f"`{name}` is {v.dtype.name}{list(v.shape)}, and `{found}` is {weight}: {problem}")
+                unfit.append(f"`{name}` is {v.dtype.name}{list(v.shape)}, and `{file_name}` is {weight}: {problem}")
             work.append((home, weight, stored))
-    ignored = {name.removeprefix(absent) for name in table.ignored}
-    left = [] if partial else [f"`{n}`" for n in there if n not in used and pattern(n)[0] not in ignored]
-    problems = {"missing in the file": missing, "left over in the file": left, "unfit": unfit}
+    ignored = {name.removeprefix(removed_prefix) for name in table.ignored}
+    unused = [] if partial else [f"`{n}`" for n in weights if n not in used and pattern(n)[0] not in ignored]
+    problems = {"missing in the file": missing, "left over in the file": unused, "unfit": unfit}
     if any(problems.values()):
-        problems_text = "; ".join(f"{what}: {', '.join(each)}" for what, each in problems.items() if each)
+        problems_text = "; ".join(f"{kind}: {', '.join(items)}" for kind, items in problems.items() if items)
         raise ValueError(f"load_safetensors: nothing has been loaded from `{os.fspath(place)}`. {problems_text}.")
     if not work:
         return
-    owners = () if session is None else dict.fromkeys(session.owner_of(v)[0] for v in own.values())
+    owners = () if session is None else dict.fromkeys(session.owner_of(v)[0] for v in by_name.values())
     attached = [owner for owner in owners if owner.is_attached]
     for owner in attached:
         owner.weights_to_host()  # the upload below is of all variables
     copies = {id(home.ir.host_copies): home.ir.host_copies for home, *_ in work}
     with ExitStack() as locked:
-        for _, each in sorted(copies.items()):
-            locked.enter_context(each.lock)
+        for _, copy in sorted(copies.items()):
+            locked.enter_context(copy.lock)
         for v, weight, stored in work:
             array = _as_ours(weight.mapped(), stored)
             for target, index in _group_slices(v, array.shape, stored.rows) or ():
                 np.copyto(target, 0 if index is None else array[index], casting="unsafe")  # looked at above
-        for each in copies.values():
-            each.record_write()
+        for copy in copies.values():
+            copy.record_write()
     for owner in attached:
         owner.weights_from_host()
 
@@ -181,20 +181,20 @@ def load_safetensors(
 def _session_variables(
     what: str, variables: DotTree[Any] | Mapping[str, Variable], session: popxl.Session | None
 ) -> dict[str, Variable]:
-    own = dict(variables.to_dict() if isinstance(variables, DotTree) else variables)
-    if others := [name for name, v in own.items() if not isinstance(v, Variable)]:
-        raise TypeError(f"{what}: `variables` are to be variables of the main graph; these are not: {others}.")
-    if len({v.ir for v in own.values()}) > 1:
+    by_name = dict(variables.to_dict() if isinstance(variables, DotTree) else variables)
+    if invalid := [name for name, v in by_name.items() if not isinstance(v, Variable)]:
+        raise TypeError(f"{what}: `variables` are to be variables of the main graph; these are not: {invalid}.")
+    if len({v.ir for v in by_name.values()}) > 1:
         raise ValueError(f"{what}: `variables` are of several programs; expected those of one.")
-    if session is not None and any(v.ir is not session.ir for v in own.values()):
+    if session is not None and any(v.ir is not session.ir for v in by_name.values()):
         raise ValueError(f"{what}: `variables` are of another program than `session` runs; pass the session of theirs.")
-    return own
+    return by_name
 
 
-def _table(names: Names | Mapping[str, str | Stored] | None, own: Mapping[str, Variable]) -> Names:
+def _table(names: Names | Mapping[str, str | Stored] | None, by_name: Mapping[str, Variable]) -> Names:
     if isinstance(names, Names):
         return names
-    return Names({name: name for name in own} if names is None else names)
+    return Names({name: name for name in by_name} if names is None else names)
 
 
 def _as_ours(array: np.ndarray, stored: Stored) -> np.ndarray:
@@ -244,37 +244,37 @@ def _rows(
     is_split = len(rows) > 1 and (v.group_axis == 0 or count > size)
     if count > size * (len(rows) if is_split else 1) or (is_split and v.group_axis not in (None, 0)):
         return None
-    parts: list[tuple[np.ndarray, Any]] = []
+    targets: list[tuple[np.ndarray, Any]] = []
     for i, row in enumerate(rows):
         start = i * size if is_split else 0
-        own = min(max(count - start, 0), size)
-        parts += [(row[:own], slice(start, start + own)), (row[own:], None)]
-    return parts
+        size_here = min(max(count - start, 0), size)
+        targets += [(row[:size_here], slice(start, start + size_here)), (row[size_here:], None)]
+    return targets
 
 
 def _problem(v: Variable, weight: _Weight, stored: Stored, narrow: bool) -> str:
     """Reason why a weight cannot fill a variable; empty if compatible."""
-    wanted, given = v.dtype.as_numpy(), DTYPES.get(weight.dtype)
+    wanted, source = v.dtype.as_numpy(), DTYPES.get(weight.dtype)
     shape = _shape_as_ours(weight.shape, stored)
     if shape is None:
         return f"its last axis cannot be divided into {stored.part[1]} parts"
     if _group_slices(v, shape, stored.rows) is None:
         groups = v.replica_grouping.num_groups
         if stored.rows is not None:
-            most = f"{stored.rows} `rows`, which have to fit into {groups} x {v.shape}"
-            return f"as the variable has it, that is the shape {shape}; expected {most}"
+            expected_rows = f"{stored.rows} `rows`, which have to fit into {groups} x {v.shape}"
+            return f"as the variable has it, that is the shape {shape}; expected {expected_rows}"
         if shape and v.shape and shape[1:] == v.shape[1:] and shape[0] < groups * v.shape[0]:
             return f"if the variable has more rows on purpose, say so: `Stored(..., rows={shape[0]})`"
-        shared = f", or that with one axis {groups} times as long" if groups > 1 else ""
-        return f"as the variable has it, that is the shape {shape}; expected {v.shape}{shared}"
+        hint = f", or that with one axis {groups} times as long" if groups > 1 else ""
+        return f"as the variable has it, that is the shape {shape}; expected {v.shape}{hint}"
     kinds = (v.dtype.is_floating_point, v.dtype.is_complex)
-    if given is None or wanted.names or kinds != (weight.dtype in _FLOATS, weight.dtype == "C64"):
+    if source is None or wanted.names or kinds != (weight.dtype in _FLOATS, weight.dtype == "C64"):
         return "one cannot be made of the other"
     if not v.data.flags.writeable:
         return "the variable is a read-only memory map"
-    if not narrow and not np.can_cast(given, wanted, "safe"):
+    if not narrow and not np.can_cast(source, wanted, "safe"):
         return "numbers would be rounded; say `narrow=True` if they may be"
-    if v.dtype.is_floating_point and jnp.finfo(given).max > jnp.finfo(wanted).max:
+    if v.dtype.is_floating_point and jnp.finfo(source).max > jnp.finfo(wanted).max:
         largest = float(jnp.finfo(wanted).max)
         if _exceeds(weight.mapped().reshape(-1), largest):
             return f"some numbers are above {largest:g}, the largest of {v.dtype.name}"
@@ -284,8 +284,8 @@ def _problem(v: Variable, weight: _Weight, stored: Stored, narrow: bool) -> str:
 def _exceeds(numbers: np.ndarray, largest: float) -> bool:
     """Whether any finite element exceeds a limit, tested in chunks to save memory."""
     step = 1 << 20
-    pieces = (numbers[start : start + step].astype(np.float64) for start in range(0, len(numbers), step))
-    return any((np.isfinite(piece) & (np.abs(piece) > largest)).any() for piece in pieces)
+    chunks = (numbers[start : start + step].astype(np.float64) for start in range(0, len(numbers), step))
+    return any((np.isfinite(chunk) & (np.abs(chunk) > largest)).any() for chunk in chunks)
 
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -327,43 +327,43 @@ def save_safetensors(
         ...     safetensors.numpy.load_file(f"{folder}/model.safetensors")["fc.weight"].shape
         (3, 2)
     """
-    own = _session_variables("save_safetensors", variables, session)
-    parts = _parts_by_name(own, _table(names, own))
-    data = session.values_of(own.values()) if session is not None else {v: v.data for v in own.values()}
-    views = {name: [_merge_replicas(name, v, data[v], s) for v, s in each] for name, each in parts.items()}
+    by_name = _session_variables("save_safetensors", variables, session)
+    stored_parts = _parts_by_name(by_name, _table(names, by_name))
+    data = session.values_of(by_name.values()) if session is not None else {v: v.data for v in by_name.values()}
+    views = {name: [_merge_replicas(name, v, data[v], s) for v, s in pairs] for name, pairs in stored_parts.items()}
     if (launched() or Instance()).instance_index != 0:
         return
     path = Path(place).expanduser()
 
     def arrays(chosen: Iterable[str]) -> dict[str, np.ndarray]:
-        return {name: _as_stored(views[name], parts[name][0][1].transposed) for name in chosen}
+        return {name: _as_stored(views[name], stored_parts[name][0][1].transposed) for name in chosen}
 
     if path.suffix == ".safetensors":
         _write(path, arrays(views))
     else:
-        sizes = {name: sum(a.nbytes for a in each) for name, each in views.items()}
+        sizes = {name: sum(a.nbytes for a in pairs) for name, pairs in views.items()}
         _write_folder(path, sizes, file_bytes, arrays)
 
 
-def _parts_by_name(own: Mapping[str, Variable], table: Names) -> dict[str, list[tuple[Variable, Stored]]]:
+def _parts_by_name(by_name: Mapping[str, Variable], table: Names) -> dict[str, list[tuple[Variable, Stored]]]:
     """Variables for each file name, in part order. Raises `ValueError`, naming all missing variables and parts."""
-    parts: dict[str, dict[int, tuple[Variable, Stored]]] = {}
+    by_part: dict[str, dict[int, tuple[Variable, Stored]]] = {}
     problems = []
-    for name, v in own.items():
+    for name, v in by_name.items():
         stored = table.stored_form(name)
         if stored is None:
             problems.append(f"`{name}` is not among `names`")
         elif v.dtype.as_numpy().names:
             problems.append(f"`{name}` is of {v.dtype.name}, which the format has no word for")
         else:
-            parts.setdefault(stored.name, {})[stored.part[0]] = (v, stored)
-    for name, each in parts.items():
-        count = next(iter(each.values()))[1].part[1]
-        if absent := [k for k in range(count) if k not in each]:
+            by_part.setdefault(stored.name, {})[stored.part[0]] = (v, stored)
+    for name, by_index in by_part.items():
+        count = next(iter(by_index.values()))[1].part[1]
+        if absent := [k for k in range(count) if k not in by_index]:
             problems.append(f"parts {absent} of the {count} of `{name}` are missing")
     if problems:
         raise ValueError(f"save_safetensors: nothing has been written. {'; '.join(problems)}.")
-    return {name: [each[k] for k in sorted(each)] for name, each in parts.items()}
+    return {name: [by_index[k] for k in sorted(by_index)] for name, by_index in by_part.items()}
 
 
 def _write_folder(
@@ -380,29 +380,29 @@ def _write_folder(
     if len(files) == 1:
         _write(path / FILE, arrays(files[0]))
         (path / INDEX).unlink(missing_ok=True)
-        written = {FILE}
+        new_files = {FILE}
     else:
-        where: dict[str, str] = {}
+        file_of: dict[str, str] = {}
         for number, chosen in enumerate(files, 1):
             file = f"model-{number:05}-of-{len(files):05}.safetensors"
             _write(path / file, arrays(chosen))
-            where |= dict.fromkeys(chosen, file)
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+            file_of |= dict.fromkeys(chosen, file)
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
         replace_file(path / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
-        written = set(where.values())
+        new_files = set(file_of.values())
     for old in [path / FILE, *path.glob("model-?????-of-?????.safetensors")]:
-        if old.name not in written:
+        if old.name not in new_files:
             old.unlink(missing_ok=True)
 
 
 def _merge_replicas(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.ndarray:
     """Whole value of a variable, merged from replica groups; `rows`, if larger than stored."""
-    whole = _full_value(name, v, array, stored)
-    if stored.rows is not None and len(whole) < stored.rows:
+    value = _full_value(name, v, array, stored)
+    if stored.rows is not None and len(value) < stored.rows:
         raise ValueError(
-            f"save_safetensors: {v!r} has {len(whole)} rows, to be written as `{name}`, and `rows` says {stored.rows}."
+            f"save_safetensors: {v!r} has {len(value)} rows, to be written as `{name}`, and `rows` says {stored.rows}."
         )
-    return whole if stored.rows is None else whole[: stored.rows]
+    return value if stored.rows is None else value[: stored.rows]
 
 
 def _full_value(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.ndarray:
@@ -419,8 +419,8 @@ def _full_value(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np
     return array[0]
 
 
-def _as_stored(parts: list[np.ndarray], transposed: bool) -> np.ndarray:
-    array = np.concatenate(parts, -1) if len(parts) > 1 else parts[0]
+def _as_stored(arrays: list[np.ndarray], transposed: bool) -> np.ndarray:
+    array = np.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0]
     return np.ascontiguousarray(array.T if transposed else array)
 
 

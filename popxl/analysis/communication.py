@@ -119,11 +119,11 @@ class Communication(OnPage, Record):
     def totals(self) -> dict[str, tuple[int, int]]:
         """Count and bytes per run for each kind of collective, and for copies between IPUs."""
         counts, sizes = Counter[str](), Counter[str]()
-        of: tuple[Collective | IpuCopy, ...] = (*self.collectives, *self.copies)
-        for each in of:
-            kind = each.kind if isinstance(each, Collective) else COPY
-            counts[kind] += each.turns
-            sizes[kind] += each.bytes * each.turns
+        transfers: tuple[Collective | IpuCopy, ...] = (*self.collectives, *self.copies)
+        for transfer in transfers:
+            kind = transfer.kind if isinstance(transfer, Collective) else COPY
+            counts[kind] += transfer.turns
+            sizes[kind] += transfer.bytes * transfer.turns
         return {kind: (count, sizes[kind]) for kind, count in counts.items()}
 
     def __repr__(self) -> str:
@@ -139,14 +139,14 @@ class Communication(OnPage, Record):
             ipus = f"IPU {'?' if copy.source is None else copy.source} to {copy.destination}"
             alike[COPY, starred(copy.tensor), copy.bytes, ipus, copy.line, copy.graph].append(copy)
         rows = [
-            [kind, each[0].tensor if len(each) == 1 else name, bytes_text(size), groups,
-             str(sum(e.turns for e in each)), line, graph or "main graph"]
-            for (kind, name, size, groups, line, graph), each in alike.items()
+            [kind, group[0].tensor if len(group) == 1 else name, bytes_text(size), groups,
+             str(sum(e.turns for e in group)), line, graph or "main graph"]
+            for (kind, name, size, groups, line, graph), group in alike.items()
         ]  # fmt: skip
         columns = ["what", "tensor", "bytes", "groups", "turns", "line", "graph"]
         sums = [[kind, str(count), bytes_text(size)] for kind, (count, size) in self.totals.items()]
-        parts = [Table(columns, rows), Table(["in a run", "count", "bytes"], sums)] if rows else ["Nothing is sent."]
-        return Page(f"Communication of {self.name}", [summary, *parts])
+        content = [Table(columns, rows), Table(["in a run", "count", "bytes"], sums)] if rows else ["Nothing is sent."]
+        return Page(f"Communication of {self.name}", [summary, *content])
 
 
 def communication_of(ir: Ir, recorder: type[ExchangeRecorder] | None = None) -> Communication:
@@ -155,18 +155,18 @@ def communication_of(ir: Ir, recorder: type[ExchangeRecorder] | None = None) -> 
     Args:
         recorder: recording group for ops to exchange with, where a platform implements exchanges by other collectives.
     """
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     copies: list[IpuCopy] = []
     needed = _needed_runs(ir.main_graph)
-    for graph, turns in runs_of(ir.main_graph).items():
-        added, again = _added(graph), _repeated_exchanges(graph, recorder)
-        part_of = {part: each for each in graph.ops for part in each.parts}
-        for op in part_of:
-            copies += _copied(op, turns, "" if graph is ir.main_graph else graph.name)
+    for graph, executions in runs_of(ir.main_graph).items():
+        added, repeated = _added(graph), _repeated_exchanges(graph, recorder)
+        composite_of = {part: composite for composite in graph.ops for part in composite.parts}
+        for op in composite_of:
+            copies += _copied(op, executions, "" if graph is ir.main_graph else graph.name)
             if not op.kind.between_replicas or op.attributes["group_size"] == 1:
                 continue
             for i, (kind, bytes) in enumerate(exchanges_of(op, recorder)):
-                found.append(
+                collectives.append(
                     Collective(
                         kind=kind,
                         op=op.op_type,
@@ -175,14 +175,16 @@ def communication_of(ir: Ir, recorder: type[ExchangeRecorder] | None = None) -> 
                         stride=op.attributes["stride"],
                         group_size=op.attributes["group_size"],
                         groups=_groups(op, ir),
-                        turns=turns,
-                        needed=0 if (op, i) in again else needed[part_of[op]],
-                        is_added=kind == "all-reduce" and part_of[op] in added,
+                        turns=executions,
+                        needed=0 if (op, i) in repeated else needed[composite_of[op]],
+                        is_added=kind == "all-reduce" and composite_of[op] in added,
                         line=str(op.source),
                         graph="" if graph is ir.main_graph else graph.name,
                     )
                 )
-    return Communication(name=repr(ir), replicas=ir.replication_factor, collectives=tuple(found), copies=tuple(copies))
+    return Communication(
+        name=repr(ir), replicas=ir.replication_factor, collectives=tuple(collectives), copies=tuple(copies)
+    )
 
 
 def _copied(op: Op, executions: int, graph: str) -> Iterator[IpuCopy]:
@@ -222,7 +224,7 @@ def _needed_runs(main: Graph) -> Counter[Op]:
             effects.add(graph)
     wanted: dict[Graph, Counter[frozenset[int]]] = {graph: Counter() for graph in graphs}
     wanted[main][frozenset()] = 1
-    found: Counter[Op] = Counter()
+    runs: Counter[Op] = Counter()
     for graph in reversed(graphs):
         for outputs, times in wanted[graph].items():
             needed = {graph.outputs[i] for i in outputs}
@@ -230,37 +232,37 @@ def _needed_runs(main: Graph) -> Counter[Op]:
                 changes = op.modified or op.kind.effect or not effects.isdisjoint(op.called_graphs)
                 if not changes and needed.isdisjoint(op.outputs):
                     continue
-                found[op] += times
+                runs[op] += times
                 needed.update(op.inputs)
                 for run in op.runs:
                     first = run.trait.own_outputs
                     results = enumerate(op.outputs, first)
                     every = range(len(run.graph.outputs))  # all outputs of a loop, as the next iteration needs them
-                    some = every if run.trait.is_loop else (i for i, t in results if t in needed)
-                    wanted[run.graph][frozenset(some)] += times * run.iterations
-    return found
+                    needed_outputs = every if run.trait.is_loop else (i for i, t in results if t in needed)
+                    wanted[run.graph][frozenset(needed_outputs)] += times * run.iterations
+    return runs
 
 
 def _repeated_exchanges(graph: Graph, recorder: type[ExchangeRecorder] | None) -> set[tuple[Op, int]]:
     """Positions of exchanges, by op, that may repeat an earlier exchange: equal tensors, kind and groups, nothing
     overwritten in between. One example: the sum inside a mean."""
-    found: set[tuple[Op, int]] = set()
-    known: set[tuple[object, ...]] = set()
+    repeated: set[tuple[Op, int]] = set()
+    seen: set[tuple[object, ...]] = set()
     for op in graph.ops:
-        for part in (part for part in op.parts if part.kind.between_replicas):
-            of = (part.inputs, part.attributes["stride"], part.attributes["group_size"])
-            keys = [(*of, *exchange) for exchange in exchanges_of(part, recorder)]
-            found.update((part, i) for i, key in enumerate(keys) if key in known)
-            known.update(keys)
+        for collective in (collective for collective in op.parts if collective.kind.between_replicas):
+            prefix = (collective.inputs, collective.attributes["stride"], collective.attributes["group_size"])
+            keys = [(*prefix, *exchange) for exchange in exchanges_of(collective, recorder)]
+            repeated.update((collective, i) for i, key in enumerate(keys) if key in seen)
+            seen.update(keys)
         if op.modified:
-            known.clear()
-    return found
+            seen.clear()
+    return repeated
 
 
 def _added(graph: Graph) -> set[Op]:
     """All-reduces whose single use adds the result to another all-reduce over equal groups."""
     users = readers(graph)
-    found: set[Op] = set()
+    added: set[Op] = set()
     for op in graph.ops:
         first: dict[tuple[object, ...], Op] = {}
         for t in op.inputs if len(op.inputs) > 1 else ():
@@ -270,14 +272,14 @@ def _added(graph: Graph) -> set[Op]:
             if [kind for kind, _ in exchanges_of(maker)] == ["all-reduce"] and _is_sum(op):
                 key = (maker.attributes["stride"], maker.attributes["group_size"], t.spec)
                 if first.setdefault(key, maker) is not maker:
-                    found.add(maker)
-    return found
+                    added.add(maker)
+    return added
 
 
 def _is_sum(op: Op) -> bool:
     def traces_to_sum() -> bool:
         eqns = [] if op.kind.is_carried_out_by_others else op.traced().eqns
-        return bool(eqns) and all(each.primitive.name in ("add", "add_any") for each in eqns)
+        return bool(eqns) and all(equation.primitive.name in ("add", "add_any") for equation in eqns)
 
     return op.remembered("is a sum", traces_to_sum)
 

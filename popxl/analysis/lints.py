@@ -231,7 +231,7 @@ class _Program:
         hold a shard of each replica's own, such as a momentum, which is gathered.
 
         Args:
-            parted: variables that a run leaves different, with the axes: those of the report.
+            diverged: variables of the report that differ after a run, with the axes.
         """
         if report.mesh is None or not diverged:
             return

@@ -149,21 +149,21 @@ class Memory(OnPage, DeviceMemory):
 
     def page(self) -> Page:
         """What `print` and notebooks show."""
-        rows = [*((name, getattr(self, name)) for name in _PARTS), ("in all, at most", self.device)]
-        shown = [[name, bytes_text(count)] for name, count in rows if count or name == "in all, at most"]
+        counts = [*((name, getattr(self, name)) for name in _PARTS), ("in all, at most", self.device)]
+        rows = [[name, bytes_text(count)] for name, count in counts if count or name == "in all, at most"]
         if self.budget:
-            shown.append(["budget", bytes_text(self.budget)])
-        parts: list[str | Table] = [Table(["", "bytes"], shown)]
+            rows.append(["budget", bytes_text(self.budget)])
+        content: list[str | Table] = [Table(["", "bytes"], rows)]
         if self.source != "graph" and 0 < self.budget < self.device:
-            parts.append(f"The program needs {bytes_text(self.device - self.budget)} more than its budget.")
+            content.append(f"The program needs {bytes_text(self.device - self.budget)} more than its budget.")
         if self.highest is not None:
             number = self.moments.index(self.highest) + 1
-            where = f"Most is in use at step {number} of {len(self.moments)}: {self.highest.name}."
-            parts.append(f"{where} {_SOURCES[self.source]}")
+            summary = f"Most is in use at step {number} of {len(self.moments)}: {self.highest.name}."
+            content.append(f"{summary} {_SOURCES[self.source]}")
         if len({device.device for device in self.devices}) > 1:
-            parts.append(self._by_device())
-        parts += self._on_host()
-        return Page(f"Memory of {self.name}", [*parts, *([self.picture()] if self.moments else [])])
+            content.append(self._by_device())
+        content += self._on_host()
+        return Page(f"Memory of {self.name}", [*content, *([self.picture()] if self.moments else [])])
 
     def _on_host(self) -> list[str]:
         """One sentence about host memory; empty if unused."""
@@ -172,8 +172,8 @@ class Memory(OnPage, DeviceMemory):
             "remote buffers": self.buffers_on_host,
             "temporaries": self.temporaries_on_host,
         }
-        found = [f"{bytes_text(count)} for {name}" for name, count in counts.items() if count]
-        return [f"In the host's memory: {', '.join(found)}."] if found else []
+        amounts = [f"{bytes_text(count)} for {name}" for name, count in counts.items() if count]
+        return [f"In the host's memory: {', '.join(amounts)}."] if amounts else []
 
     def _by_device(self) -> Table:
         """One table row per group of devices with equal requirements."""
@@ -250,8 +250,8 @@ def held_variables(main: Graph) -> dict[Tensor, Variable]:
 
 def constants_of(main: Graph) -> set[Constant]:
     """The constants that ops use, calls included. Constants that share an array are one."""
-    found = {id(c.data): c for g in reachable(main) for op in g.ops for c in op.inputs if isinstance(c, Constant)}
-    return {*found.values()}
+    constants = {id(c.data): c for g in reachable(main) for op in g.ops for c in op.inputs if isinstance(c, Constant)}
+    return {*constants.values()}
 
 
 def runs_of(main: Graph) -> Counter[Graph]:
@@ -276,10 +276,10 @@ def steps_of(main: Graph, size: Callable[[Tensor], int] = size_in_bytes, each_ca
     for graph in graphs:
         calls.update(callee for op in graph.ops for callee in op.called_graphs)
     entered = {graph for graph, count in calls.items() if each_call or count == 1}
-    of: dict[Graph, Steps] = {}
+    by_graph: dict[Graph, Steps] = {}
     for graph in graphs:
-        of[graph] = _steps(graph, of, entered, size)
-    return of[main]
+        by_graph[graph] = _steps(graph, by_graph, entered, size)
+    return by_graph[main]
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class Steps:
         """Go through the steps of a called graph, while so much is held."""
         start = len(self.moments)
         self.calls.append(EnteredCall(op, start, start + len(inner.moments) - 1, inner.inputs_until))
-        self.calls += (replace(each, first=start + each.first, last=start + each.last) for each in inner.calls)
+        self.calls += (replace(call, first=start + call.first, last=start + call.last) for call in inner.calls)
         self.moments += (Moment(name=m.name, held=held + m.held, inside=m.inside) for m in inner.moments)
         self.ops += inner.ops
         self.tensors += (t.model_copy(update={"first": start + t.first, "last": start + t.last}) for t in inner.tensors)
@@ -346,33 +346,33 @@ class Steps:
 
 def _steps(graph: Graph, of: dict[Graph, Steps], entered: set[Graph], size: Callable[[Tensor], int]) -> Steps:
     """Compute the steps of a graph from the steps of its callees."""
-    made_of = storages(graph.ops)
+    storages_of = storages(graph.ops)
     ops = [op for op in graph.ops if op.kind.view is None]  # a view is made when a reader looks through it
     for op in ops:
         if op.kind.schedules:
-            made_of[op.outputs[0]] = made_of[op.inputs[0]]
+            storages_of[op.outputs[0]] = storages_of[op.inputs[0]]
 
     def bases(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        return (s for t in tensors for s in made_of.get(t, (t,)))
+        return (s for t in tensors for s in storages_of.get(t, (t,)))
 
     last = last_uses((bases(op.inputs) for op in ops), bases(graph.outputs))
     frees: dict[int, list[Tensor]] = {}
     alive: dict[Tensor, tuple[int, int]] = {}
     held = 0
     ends: list[int] = []
-    found = Steps()
+    steps = Steps()
     for i, op in enumerate(ops):
         undefined = op.attributes.get("init_type") == "undef"  # allocation for the next load, not computed
-        made = [t for t in op.outputs if made_of.get(t, (t,)) == (t,) and not undefined]
+        results = [t for t in op.outputs if storages_of.get(t, (t,)) == (t,) and not undefined]
         called = op.called_graphs
         if len(called) == 1 and called[0] in entered:
-            found.enter(op, of[called[0]], held)
+            steps.enter(op, of[called[0]], held)
         else:
-            own = max([sum(map(size, made)), *(of[callee].peak for callee in called)])
-            found.add(op, held, own)
-        now = len(found.moments) - 1
+            own_bytes = max([sum(map(size, results)), *(of[callee].peak for callee in called)])
+            steps.add(op, held, own_bytes)
+        now = len(steps.moments) - 1
         ends.append(now)
-        for t in made:
+        for t in results:
             if last.get(t, i) > i:
                 alive[t] = (now, size(t))
                 held += size(t)
@@ -380,9 +380,9 @@ def _steps(graph: Graph, of: dict[Graph, Steps], entered: set[Graph], size: Call
         freed = frees.pop(i, ())
         held -= sum(alive[t][1] for t in freed)
         for t in freed:
-            found.add_live(t, *alive.pop(t), now)
+            steps.add_live(t, *alive.pop(t), now)
     for t, (first, bytes) in alive.items():
-        found.add_live(t, first, bytes, len(found.moments) - 1)
-    ends.append(len(found.moments) - 1)
-    found.inputs_until = {t: ends[last[t]] for t in graph.inputs if t in last}
-    return found
+        steps.add_live(t, first, bytes, len(steps.moments) - 1)
+    ends.append(len(steps.moments) - 1)
+    steps.inputs_until = {t: ends[last[t]] for t in graph.inputs if t in last}
+    return steps

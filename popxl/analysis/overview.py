@@ -64,44 +64,46 @@ class _Schedule:
     @cached_property
     def backward(self) -> tuple[int, int]:
         """The first step of a gradient, and the first one after the last; both the end without gradients."""
-        found = [each for each in self.steps.calls if _called(each).gradient_of is not None]
+        calls = [call for call in self.steps.calls if _called(call).gradient_of is not None]
         count = len(self.steps.moments)
-        return min((c.first for c in found), default=count), max((c.last + 1 for c in found), default=count)
+        return min((c.first for c in calls), default=count), max((c.last + 1 for c in calls), default=count)
 
     @cached_property
     def recomputing(self) -> list[bool]:
         """Of each step, whether it repeats a part of the forward pass."""
-        found = [False] * len(self.steps.moments)
+        flags = [False] * len(self.steps.moments)
         for call in self.steps.calls:  # callers before callees
             graph = _called(call)
             if graph.gradient_of is not None:
-                found[call.first : call.last + 1] = [_calls_its_gradient(graph)] * (call.last + 1 - call.first)
-        return [again and not op.kind.schedules for again, op in zip(found, self.steps.ops, strict=True)]
+                flags[call.first : call.last + 1] = [_calls_its_gradient(graph)] * (call.last + 1 - call.first)
+        return [
+            is_recomputed and not op.kind.schedules for is_recomputed, op in zip(flags, self.steps.ops, strict=True)
+        ]
 
     @property
     def phases(self) -> dict[str, tuple[float, float]]:
         """Parts of the schedule with where they begin and end, from 0 to 1; none without gradients."""
         count, (start, end) = len(self.steps.moments), self.backward
         bounds = {"forward": (0, start), "backward": (start, end), "update": (end, count)}
-        shown = {name: (a / count, b / count) for name, (a, b) in bounds.items() if b - a > count / 20}
-        return shown if start < count else {}
+        shares = {name: (a / count, b / count) for name, (a, b) in bounds.items() if b - a > count / 20}
+        return shares if start < count else {}
 
     def heights(self, always: int) -> dict[Use, list[int]]:
         """Bytes of each use at each step."""
         count = len(self.steps.moments)
-        found: dict[Use, list[int]] = {use: [0] * (count + 1) for use in get_args(Use)}
+        heights: dict[Use, list[int]] = {use: [0] * (count + 1) for use in get_args(Use)}
         for i, use in enumerate(self.uses()):
             live = self.steps.tensors[i]
-            found[use][live.first + 1] += live.bytes
-            found[use][max(self.until(i), live.first) + 1] -= live.bytes
-        for changes in found.values():
+            heights[use][live.first + 1] += live.bytes
+            heights[use][max(self.until(i), live.first) + 1] -= live.bytes
+        for changes in heights.values():
             for i in range(1, count):
                 changes[i] += changes[i - 1]
             changes.pop()
         for i, moment in enumerate(self.steps.moments):
-            found["recomputed" if self.recomputing[i] else "other"][i] += moment.inside
-        found["state"] = [always] * count
-        return found
+            heights["recomputed" if self.recomputing[i] else "other"][i] += moment.inside
+        heights["state"] = [always] * count
+        return heights
 
     def uses(self) -> Iterator[Use]:
         """Purpose of each value that is live between steps."""
@@ -136,13 +138,13 @@ class _Schedule:
     @cached_property
     def _results(self) -> dict[tuple[Tensor, int], tuple[Tensor, int]]:
         """Results of calls, by the tensors that called graphs return; both with the last steps of the calls."""
-        found: dict[tuple[Tensor, int], tuple[Tensor, int]] = {}
+        results: dict[tuple[Tensor, int], tuple[Tensor, int]] = {}
         for call in self.steps.calls:
             (run,) = call.op.runs
-            made_of = storages(run.graph.ops)
+            storages_of = storages(run.graph.ops)
             for t, outer in zip(run.outputs, call.op.outputs, strict=False):
-                found |= {(base, call.last): (outer, call.last) for base in made_of.get(t, (t,))}
-        return found
+                results |= {(base, call.last): (outer, call.last) for base in storages_of.get(t, (t,))}
+        return results
 
     @cached_property
     def _calls_ending(self) -> dict[tuple[Graph, int], EnteredCall]:
@@ -156,8 +158,8 @@ class _Schedule:
             (run,) = call.op.runs
             if run.trait.is_loop or t in graph.outputs:
                 break
-            inner = [each for each, given in zip(run.inputs, run.operands, strict=False) if given is t]
-            steps = [call.inputs_until[each] for each in inner if each in call.inputs_until]
+            inner = [inner_t for inner_t, outer in zip(run.inputs, run.operands, strict=False) if outer is t]
+            steps = [call.inputs_until[inner_t] for inner_t in inner if inner_t in call.inputs_until]
             if not steps:
                 break
             t, graph, last = inner[-1], run.graph, call.first + max(steps)
@@ -175,12 +177,12 @@ def _calls_its_gradient(graph: Graph) -> bool:
 
 def _casts(steps: Steps) -> set[Tensor]:
     """Tensors computed from variables and constants alone."""
-    found: set[Tensor] = set()
-    pieces = {v.piece for graph in {op.graph for op in steps.ops} for v in graph.variables}
+    casts: set[Tensor] = set()
+    shards = {v.piece for graph in {op.graph for op in steps.ops} for v in graph.variables}
     for op in steps.ops:
-        if op.inputs and all(isinstance(t, Variable | Constant) or t in found or t in pieces for t in op.inputs):
-            found.update(op.outputs)
-    return found
+        if op.inputs and all(isinstance(t, Variable | Constant) or t in casts or t in shards for t in op.inputs):
+            casts.update(op.outputs)
+    return casts
 
 
 def _moves(op: Op) -> bool:
@@ -190,7 +192,7 @@ def _moves(op: Op) -> bool:
 
 def _axes_and_collectives(ir: Ir) -> tuple[list[tuple[str, int]], list[LineCollectives]]:
     """The axes of a program, and its collectives by line, the most bytes first."""
-    ops = [part for graph in reachable(ir.main_graph) for op in graph.ops for part in op.parts]
+    ops = [member for graph in reachable(ir.main_graph) for op in graph.ops for member in op.parts]
     mesh = mesh_of(ir, [op for op in ops if op.kind.between_replicas])
     if mesh is None:
         return [("replicas", ir.replication_factor)], [*_by_line(ir, lambda stride, size: (0,))]
@@ -204,10 +206,15 @@ _Key = tuple[tuple[int, ...], str, str, str]
 def _by_line(ir: Ir, along: Callable[[int, int], tuple[int, ...]]) -> Iterator[LineCollectives]:
     phases = {graph.name: _phase(graph) for graph in reachable(ir.main_graph)}
     counts, sizes = Counter[_Key](), Counter[_Key]()
-    for each in communication_of(ir).collectives:
-        key: _Key = (along(each.stride, each.group_size), each.kind, each.line, phases.get(each.graph, ""))
-        counts[key] += each.turns
-        sizes[key] += each.turns * each.bytes
+    for collective in communication_of(ir).collectives:
+        key: _Key = (
+            along(collective.stride, collective.group_size),
+            collective.kind,
+            collective.line,
+            phases.get(collective.graph, ""),
+        )
+        counts[key] += collective.turns
+        sizes[key] += collective.turns * collective.bytes
     yield from (LineCollectives(*key, counts[key], size) for key, size in sizes.most_common())
 
 

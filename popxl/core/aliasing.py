@@ -18,19 +18,19 @@ def storages(ops: Iterable[Op]) -> dict[Tensor, tuple[Tensor, ...]]:
 
     The base of a tensor is the tensor itself, unless it is a view or the result of an in-place op.
     """
-    found: dict[Tensor, tuple[Tensor, ...]] = {}
+    bases_of: dict[Tensor, tuple[Tensor, ...]] = {}
     for op in ops:
-        for part in op.parts:
-            for t in part.inputs:
-                found.setdefault(t, (t,))
-            add_alias(part, found)
-    return found
+        for member in op.parts:
+            for t in member.inputs:
+                bases_of.setdefault(t, (t,))
+            add_alias(member, bases_of)
+    return bases_of
 
 
-def add_alias(op: Op, found: dict[Tensor, tuple[Tensor, ...]]) -> None:
-    """Map an op's first result to its base tensors, if it has any; `found` has those of earlier aliases."""
+def add_alias(op: Op, bases_of: dict[Tensor, tuple[Tensor, ...]]) -> None:
+    """Map an op's first result to its base tensors, if it has any; `bases_of` has those of earlier aliases."""
     if bases := op.bases:
-        found[op.outputs[0]] = tuple(dict.fromkeys(s for base in bases for s in found.get(base, (base,))))
+        bases_of[op.outputs[0]] = tuple(dict.fromkeys(s for base in bases for s in bases_of.get(base, (base,))))
 
 
 def view_of(t: Tensor) -> Op | None:
@@ -40,55 +40,55 @@ def view_of(t: Tensor) -> Op | None:
 
 
 def bases_first(
-    t: Tensor, known: Container[Tensor], bases_of: Callable[[Tensor], Sequence[Tensor]]
+    t: Tensor, visited: Container[Tensor], bases_of: Callable[[Tensor], Sequence[Tensor]]
 ) -> Iterator[Tensor]:
     """Yield all bases of a view, each after its own bases, then the view itself.
 
     Args:
-        known: tensors to leave out. The caller adds each tensor that it gets.
+        visited: tensors to leave out; the caller adds each yielded tensor.
         bases_of: function that returns the bases of a view; none for other tensors.
     """
     waiting = [t]
     while waiting:
         t = waiting[-1]
-        missing = () if t in known else [base for base in bases_of(t) if base not in known]
+        missing = () if t in visited else [base for base in bases_of(t) if base not in visited]
         if missing:
             waiting += reversed(missing)
         else:
             waiting.pop()
-            if t not in known:
+            if t not in visited:
                 yield t
 
 
 def used_storages(graph: Graph) -> set[Tensor]:
     """Base tensors of all storage that the ops of a graph use."""
-    return {s for made_of in storages(graph.ops).values() for s in made_of}
+    return {s for bases in storages(graph.ops).values() for s in bases}
 
 
 def reachable(graph: Graph) -> tuple[Graph, ...]:
     """A graph and all transitively called graphs, each once, in order of first mention."""
-    found: dict[Graph, None] = {}
+    graphs: dict[Graph, None] = {}
     waiting = [graph]
     while waiting:
-        new = waiting.pop()
-        if new not in found:
-            found[new] = None
-            waiting += reversed(new.called_graphs)
-    return tuple(found)
+        current = waiting.pop()
+        if current not in graphs:
+            graphs[current] = None
+            waiting += reversed(current.called_graphs)
+    return tuple(graphs)
 
 
 def lowered_ops(graph: Graph) -> Iterator[Op]:
     """All executed ops of a graph and its callees: each graph once, composite ops expanded."""
-    return (part for each in reachable(graph) for op in each.ops for part in op.parts)
+    return (member for callee in reachable(graph) for op in callee.ops for member in op.parts)
 
 
 def readers(graph: Graph) -> dict[Tensor, list[Op]]:
     """Ops of a graph that read each tensor, in order, each once."""
-    found: dict[Tensor, list[Op]] = {}
+    readers_of: dict[Tensor, list[Op]] = {}
     for op in graph.ops:
         for t in dict.fromkeys(op.inputs):
-            found.setdefault(t, []).append(op)
-    return found
+            readers_of.setdefault(t, []).append(op)
+    return readers_of
 
 
 def callees_first(graph: Graph, without: Container[Graph] = ()) -> tuple[Graph, ...]:
@@ -96,16 +96,16 @@ def callees_first(graph: Graph, without: Container[Graph] = ()) -> tuple[Graph, 
 
     Graphs in `without` are excluded, with graphs that only these call.
     """
-    found: dict[Graph, None] = {}
+    ordered: dict[Graph, None] = {}
     waiting = [(graph, False)]
     while waiting:
-        new, visited = waiting.pop()
+        current, visited = waiting.pop()
         if visited:
-            found[new] = None
-        elif new not in found:
-            waiting.append((new, True))
-            waiting += [(callee, False) for callee in new.called_graphs if callee not in without]
-    return tuple(found)
+            ordered[current] = None
+        elif current not in ordered:
+            waiting.append((current, True))
+            waiting += [(callee, False) for callee in current.called_graphs if callee not in without]
+    return tuple(ordered)
 
 
 def through_calls(t: Tensor) -> Iterator[Tensor]:
@@ -123,27 +123,32 @@ def has_effect(op: Op) -> bool:
 
 def written_tensors(graph: Graph) -> set[Tensor]:
     """Base tensors of the storage that a run of the graph writes, calls included."""
-    made_of = storages(graph.ops) if any(op.modified for op in graph.ops) else {}
-    return {s for op in graph.ops for i in op.modified for s in made_of[op.inputs[i]]}
+    bases_of = storages(graph.ops) if any(op.modified for op in graph.ops) else {}
+    return {s for op in graph.ops for i in op.modified for s in bases_of[op.inputs[i]]}
 
 
 def written_inputs(graph: Graph) -> frozenset[int]:
     """Positions of the graph inputs whose storage a run of the graph writes."""
-    written = written_tensors(graph)
-    return frozenset(i for i, t in enumerate(graph.inputs) if t in written)
+    tensors = written_tensors(graph)
+    return frozenset(i for i, t in enumerate(graph.inputs) if t in tensors)
 
 
 def changed_inputs(graph: Graph) -> frozenset[int]:
     """Positions of graph inputs changed by a run. Excludes by-reference inputs of unchanging callees, unlike
     `written_inputs`."""
     changed: dict[Graph, frozenset[int]] = {}
-    for each in callees_first(graph):
-        made_of = storages(each.ops) if any(op.modified for op in each.ops) else {}
-        inside = {op: _changed_by_runs(op, changed) if op.called_graphs else op.modified for op in each.ops}
-        written = {
-            s for op, positions in inside.items() for i in op.modified & positions for s in made_of[op.inputs[i]]
+    for callee in callees_first(graph):
+        bases_of = storages(callee.ops) if any(op.modified for op in callee.ops) else {}
+        changed_positions = {
+            op: _changed_by_runs(op, changed) if op.called_graphs else op.modified for op in callee.ops
         }
-        changed[each] = frozenset(i for i, t in enumerate(each.inputs) if t in written)
+        written_bases = {
+            s
+            for op, positions in changed_positions.items()
+            for i in op.modified & positions
+            for s in bases_of[op.inputs[i]]
+        }
+        changed[callee] = frozenset(i for i, t in enumerate(callee.inputs) if t in written_bases)
     return changed[graph]
 
 
@@ -170,13 +175,13 @@ def by_reference(op: Op) -> frozenset[int]:
 def shares_by_reference(op: Op) -> bool:
     """Test whether an op passes overlapping storage by reference to one graph."""
     by_ref = by_reference(op)
-    parts = [_base_storages(op.inputs[i]) for i in by_ref] if len(by_ref) > 1 else []
-    return sum(map(len, parts)) > len(set[Tensor]().union(*parts))
+    storage_sets = [_base_storages(op.inputs[i]) for i in by_ref] if len(by_ref) > 1 else []
+    return sum(map(len, storage_sets)) > len(set[Tensor]().union(*storage_sets))
 
 
 def _base_storages(t: Tensor) -> set[Tensor]:
     """The tensors that back a tensor's storage."""
-    found: set[Tensor] = set()
+    bases: set[Tensor] = set()
     waiting = [t]
     while waiting:
         origin = waiting.pop().origin
@@ -184,5 +189,5 @@ def _base_storages(t: Tensor) -> set[Tensor]:
         if producer is not None and producer.kind.view is not None:
             waiting += producer.inputs
         else:
-            found.add(origin)
-    return found
+            bases.add(origin)
+    return bases

@@ -81,9 +81,9 @@ def page(graph: Graph) -> Page:
     Of many graphs, only the first are shown; of a long graph, its beginning and end.
     """
     _, *called = reachable(graph)
-    more = [f"and {len(called) - LONGEST} more graphs"] if len(called) > LONGEST else []
-    shown = [Listing(_number_calls(each), definition(each), each is graph) for each in (graph, *called[:LONGEST])]
-    return Page(graph.title, [*shown, *more])
+    omitted = [f"and {len(called) - LONGEST} more graphs"] if len(called) > LONGEST else []
+    listings = [Listing(_number_calls(g), definition(g), g is graph) for g in (graph, *called[:LONGEST])]
+    return Page(graph.title, [*listings, *omitted])
 
 
 def _number_calls(graph: Graph) -> str:
@@ -116,13 +116,13 @@ def summary(ops: Sequence[Op]) -> str:
         'Init … HostLoad, 2 ops'
     """
     called = Counter(graph.name for op in ops for graph in op.called_graphs)
-    others = sum(not op.called_graphs for op in ops)
-    counted = f"{others} op{'s' * (others > 1)}"
+    plain = sum(not op.called_graphs for op in ops)
+    plain_text = f"{plain} op{'s' * (plain > 1)}"
     if not called:
-        return ops[0].op_type if len(ops) == 1 else f"{ops[0].op_type} … {ops[-1].op_type}, {counted}"
+        return ops[0].op_type if len(ops) == 1 else f"{ops[0].op_type} … {ops[-1].op_type}, {plain_text}"
     names = [name if count == 1 else f"{name} ×{count}" for name, count in called.items()]
     names[3:] = [f"{len(names) - 3} more"] if len(names) > 3 else []
-    return ", ".join([*names, counted] if others else names)
+    return ", ".join([*names, plain_text] if plain else names)
 
 
 def _lines(graph: Graph, note: Note) -> Iterator[str]:
@@ -132,8 +132,8 @@ def _lines(graph: Graph, note: Note) -> Iterator[str]:
     rows += [(op.outputs, _expression(op)) for op in graph.ops]
     width = max((len(_typed(t) + note(t)) for tensors, _ in rows for t in tensors), default=0)
     for tensors, expression in rows:
-        *others, last = (_typed(t) + note(t) for t in tensors) if tensors else ("",)
-        yield from (f"    {other}," for other in others)
+        *earlier, last = (_typed(t) + note(t) for t in tensors) if tensors else ("",)
+        yield from (f"    {text}," for text in earlier)
         yield f"    {last:{width}} = {expression}" if last else f"    {expression}"
     if graph.outputs:
         yield f"    return {', '.join(t.path for t in graph.outputs)}"
@@ -147,25 +147,25 @@ def _differentiated(graph: Graph) -> str:
         return "  # has its own derivative"
     if graph.keeps is None:
         return ""
-    kept, away = (
+    keeps, offloads = (
         ", ".join(t.path for t in graph.tensors if t in tensors)
         for tensors in (graph.keeps - graph.offloads, graph.offloads)
     )
-    parts = [f"{verb} {names}" for verb, names in (("keeps", kept), ("offloads", away)) if names]
-    return f"  # computed again for its gradient{', which ' * bool(parts)}{' and '.join(parts)}"
+    clauses = [f"{verb} {names}" for verb, names in (("keeps", keeps), ("offloads", offloads)) if names]
+    return f"  # computed again for its gradient{', which ' * bool(clauses)}{' and '.join(clauses)}"
 
 
 def _declared(v: Variable) -> Iterator[tuple[tuple[Tensor, ...], str]]:
     """Text of a variable: storage location outside the device, and shard per replica."""
-    place, shared = v.location_info, _shared_along(v)
+    location, sharing = v.location_info, _shared_along(v)
     if v.piece is not None:
-        yield (v,), f"variable in pieces{shared}"
+        yield (v,), f"variable in pieces{sharing}"
         yield (v.piece,), f"piece of {v.name}"
-    elif place.buffer is not None:
-        pieces = " in pieces" if place.sharded else ""
-        yield (v,), f"variable{pieces} in buffer {place.buffer.remote_buffer_id}, slot {place.entry}{shared}"
+    elif location.buffer is not None:
+        sharding = " in pieces" if location.sharded else ""
+        yield (v,), f"variable{sharding} in buffer {location.buffer.remote_buffer_id}, slot {location.entry}{sharing}"
     else:
-        yield (v,), f"variable{shared}"
+        yield (v,), f"variable{sharing}"
 
 
 def _shared_along(v: Variable) -> str:
@@ -184,23 +184,23 @@ def _typed(t: Tensor) -> str:
 
 
 def _expression(op: Op) -> str:
-    place = f"  @ ipu {op.ipu}" if op.ipu else ""
-    return f"{op.op_type}{_arguments(op)}{place}"
+    device = f"  @ ipu {op.ipu}" if op.ipu else ""
+    return f"{op.op_type}{_arguments(op)}{device}"
 
 
 def _arguments(op: Op) -> str:
     if op.kind.stands_for is not None:
-        return f"({', '.join(part.op_type + _arguments(part) for part in op.parts)})"
+        return f"({', '.join(member.op_type + _arguments(member) for member in op.parts)})"
     operands = [f"{'&' if i in op.modified else ''}{_operand(t)}" for i, t in enumerate(op.inputs)]
     named = zip(op.operand_names(), op.kind.operand_names(len(operands)), operands, strict=True)
-    shown = [text if name == in_place else f"{name}={text}" for name, in_place, text in named]
+    arguments = [text if name == default_name else f"{name}={text}" for name, default_name, text in named]
     plain = {n: v for n, v in op.attributes.items() if v is not None and n not in op.kind.graphs}
     along = _along(op)
     for name in ("stride", "group_size") if along else ():
         del plain[name]
-    shown += [f"{name}={_plain(value)}" for name, value in plain.items()] + along
+    arguments += [f"{name}={_plain(value)}" for name, value in plain.items()] + along
     called = "".join(f" {graph.name}" for graph in op.called_graphs)
-    return f"{called}({', '.join(shown)})"
+    return f"{called}({', '.join(arguments)})"
 
 
 def _along(op: Op) -> list[str]:
@@ -208,8 +208,8 @@ def _along(op: Op) -> list[str]:
     if not op.kind.between_replicas or (axes := op.graph.ir.named_axes) is None:
         return []
     names = axes.strided_names(op.attributes["stride"], op.attributes["group_size"])
-    shown = names[0] if len(names) == 1 else f"({', '.join(names)})"
-    return [f"along={shown}"] if names else []
+    axes_text = names[0] if len(names) == 1 else f"({', '.join(names)})"
+    return [f"along={axes_text}"] if names else []
 
 
 def _operand(t: Tensor) -> str:

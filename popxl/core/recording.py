@@ -96,8 +96,8 @@ class Op:
         self.modified = kind.modified(attributes, operands)
         self.ipu = context.ipu_id
         self.io_tiles = context.io_tile_set
-        here = (context.ipu_id, context.io_tile_set)
-        self.location: Location = here if kind.placed is None else kind.placed.place(inputs, attributes, here)
+        place = (context.ipu_id, context.io_tile_set)
+        self.location: Location = place if kind.placed is None else kind.placed.place(inputs, attributes, place)
         self.execution_context: ExecutionContext = context.execution_context
         self.name = context.scope_prefix + kind.name
         self._created_at: SourceLocation | DebugRecord | tuple[Any, int] = context.debug_record or user_frame()
@@ -150,14 +150,14 @@ class Op:
             return self.location_of(t)
         (run,) = self.runs
         inner = run.outputs[self.outputs.index(t)].origin
-        inside = inner.location if inner.producer is None else inner.producer.actual_location(inner)
-        return inside if self._relocates_to(inside) else self.location
+        found_at = inner.location if inner.producer is None else inner.producer.actual_location(inner)
+        return found_at if self._relocates_to(found_at) else self.location
 
     def has_certain_location(self, t: Tensor) -> bool:
         """Whether a result's ops are where this op is: a called graph may have been built on another IPU."""
         i = self.outputs.index(t)
-        made = {each for run in self.runs for each in (run.outputs[i], run.outputs[i].origin)}
-        return all(each.has_certain_location and not _differ(each.location, self.location) for each in made)
+        results = {result for run in self.runs for result in (run.outputs[i], run.outputs[i].origin)}
+        return all(result.has_certain_location and not _differ(result.location, self.location) for result in results)
 
     def input_locations(self) -> tuple[Location, ...]:
         """For each input, the location where the op reads it, `None` parts where that is open.
@@ -168,8 +168,8 @@ class Op:
         if not self.kind.ipus:
             return ((self.ipu, self.io_tiles),) * len(self.inputs)
         ipus = self.attributes[self.kind.ipus]
-        places = ipus if len(ipus) == len(self.inputs) else (None,) * len(self.inputs)
-        return tuple((ipu, self.io_tiles) for ipu in places)
+        op_ipus = ipus if len(ipus) == len(self.inputs) else (None,) * len(self.inputs)
+        return tuple((ipu, self.io_tiles) for ipu in op_ipus)
 
     def read_elsewhere(self) -> tuple[bool, ...]:
         """For each input, whether a called graph that was built on another IPU reads it."""
@@ -181,9 +181,9 @@ class Op:
         }
         return tuple(t in elsewhere for t in self.inputs)
 
-    def _relocates_to(self, place: Location) -> bool:
+    def _relocates_to(self, location: Location) -> bool:
         """Test whether this op calls or loops a multi-IPU graph that includes a location's IPU."""
-        if place[0] in (None, self.ipu):
+        if location[0] in (None, self.ipu):
             return False
         return len({op.ipu for called in self.called_graphs for graph in reachable(called) for op in graph.ops}) > 1
 
@@ -195,10 +195,10 @@ class Op:
     @property
     def source(self) -> SourceLocation:
         """The user's line that created the op."""
-        made_at = self._created_at
-        if isinstance(made_at, DebugRecord):
-            return made_at.location
-        return made_at if isinstance(made_at, SourceLocation) else SourceLocation.of(made_at)
+        created_at = self._created_at
+        if isinstance(created_at, DebugRecord):
+            return created_at.location
+        return created_at if isinstance(created_at, SourceLocation) else SourceLocation.of(created_at)
 
     @property
     def debug_record(self) -> DebugRecord:
@@ -319,8 +319,8 @@ class Op:
             return result[:count]
         if "{" not in result:
             return [result] * count
-        known = dict(zip(self.operand_names(), (t.name for t in self.inputs), strict=True)) | self.attributes
-        return [result.format(**known, i=i) for i in range(count)]
+        substitutions = dict(zip(self.operand_names(), (t.name for t in self.inputs), strict=True)) | self.attributes
+        return [result.format(**substitutions, i=i) for i in range(count)]
 
     def __repr__(self) -> str:
         return f"Op[{self.name}.{self.id}]"
@@ -337,7 +337,7 @@ def at_this_line(graph: Graph) -> str:
 
 def not_a_tensor(name: str, operand: str, value: Any) -> TypeError:
     """Build the error for a non-tensor operand."""
-    if isinstance(value, tuple | list) and any(isinstance(each, Tensor) for each in value):
+    if isinstance(value, tuple | list) and any(isinstance(item, Tensor) for item in value):
         remedy = (
             "These are several tensors, such as a call returns: take one of them, as in `(y,) = ops.call(graph, x)`."
         )
@@ -361,24 +361,24 @@ def foreign_tensor(name: str, operand: str, t: Tensor, graph: Graph) -> ValueErr
     return ValueError(f"{name}: `{operand}` is {t!r}, which is not in {graph.title}, the current graph. {remedy}")
 
 
-def _differ(one: Location, other: Location) -> bool:
+def _differ(first: Location, second: Location) -> bool:
     """Whether two locations are known to be on different IPUs or tile sets."""
-    return any(a != b for a, b in zip(one, other, strict=True) if a is not None and b is not None)
+    return any(a != b for a, b in zip(first, second, strict=True) if a is not None and b is not None)
 
 
-def check_colocated(names: Sequence[str], tensors: Sequence[Tensor], which: tuple[str, ...] | None = None) -> None:
-    """Raise `ValueError` for tensors (all, or those in `which`) on different IPUs or tile sets."""
-    for part, what, shown in ((0, "IPUs", "ipu"), (1, "tile sets", "tile_set")):
+def check_colocated(names: Sequence[str], tensors: Sequence[Tensor], operands: tuple[str, ...] | None = None) -> None:
+    """Raise `ValueError` for tensors (all, or those named in `operands`) on different IPUs or tile sets."""
+    for index, what, attribute in ((0, "IPUs", "ipu"), (1, "tile sets", "tile_set")):
         first: tuple[str, Tensor, Any] | None = None
         for name, t in zip(names, tensors, strict=True):
-            place = t.location[part]
-            if place is None or (which is not None and name not in which):
+            value = t.location[index]
+            if value is None or (operands is not None and name not in operands):
                 continue
-            if first is None or (first[2] != place and not first[1].has_certain_location):
-                first = (name, t, place)
-            elif first[2] != place and t.has_certain_location:
+            if first is None or (first[2] != value and not first[1].has_certain_location):
+                first = (name, t, value)
+            elif first[2] != value and t.has_certain_location:
                 raise ValueError(
                     f"The tensors `{first[0]}` and `{name}` are located on different {what}: "
-                    f"{getattr(first[1], shown)} and {getattr(t, shown)}. Copy one of them first (`ops.ipu_copy`, "
-                    "`ops.io_tile_copy`)."
+                    f"{getattr(first[1], attribute)} and {getattr(t, attribute)}. Copy one of them first "
+                    "(`ops.ipu_copy`, `ops.io_tile_copy`)."
                 )

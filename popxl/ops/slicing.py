@@ -25,13 +25,13 @@ Bounds = int | Sequence[int | None] | None
 
 def _slices(rank: int, start: Any, stop: Any, step: Any, axis: Any) -> tuple[builtins.slice, ...]:
     """One Python slice for each dimension."""
-    axes = [one_axis(at, rank) for at in axis]
+    axes = [one_axis(dimension, rank) for dimension in axis]
     if len(set(axes)) < len(axes):
         raise ValueError(f"`axis` names a dimension twice: {axis}.")
-    cuts = [builtins.slice(None)] * rank
-    for at, *cut in zip(axes, start, stop, step, strict=True):
-        cuts[at] = builtins.slice(*cut)
-    return tuple(cuts)
+    slices = [builtins.slice(None)] * rank
+    for dimension, *bounds in zip(axes, start, stop, step, strict=True):
+        slices[dimension] = builtins.slice(*bounds)
+    return tuple(slices)
 
 
 def _sliced(t: Any, **where: Any) -> TensorSpec:
@@ -52,9 +52,9 @@ _slice_ = _slice.as_view("SliceInplace", lambda t, view, **where: (_put(t, view,
 
 def _as_block(view: Any, shape: tuple[int, ...], where: dict[str, Any]) -> tuple[Any, list[int]]:
     """A slice in the order of the tensor of this shape, and its first position there."""
-    places = [range(size)[cut] for size, cut in zip(shape, _slices(len(shape), **where), strict=True)]
-    forwards = lax.rev(view, [d for d, place in enumerate(places) if place.step < 0])
-    return forwards, [min(place, default=size) for size, place in zip(shape, places, strict=True)]
+    ranges = [range(size)[cut] for size, cut in zip(shape, _slices(len(shape), **where), strict=True)]
+    forwards = lax.rev(view, [d for d, positions in enumerate(ranges) if positions.step < 0])
+    return forwards, [min(positions, default=size) for size, positions in zip(shape, ranges, strict=True)]
 
 
 def _put(t: Any, view: Any, where: dict[str, Any]) -> Any:
@@ -112,18 +112,18 @@ def slice_(t: Tensor, start: Bounds = None, stop: Bounds = None, step: Bounds = 
 
 def process_args(start: Bounds, stop: Bounds, step: Bounds, axis: Bounds) -> dict[str, Any]:
     """Normalize `slice` arguments to equally long tuples."""
-    given = {"start": start, "stop": stop, "step": step, "axis": axis}
-    listed: dict[str, tuple[Any, ...]] = {}
-    for name, bounds in given.items():
+    arguments = {"start": start, "stop": stop, "step": step, "axis": axis}
+    tuples: dict[str, tuple[Any, ...]] = {}
+    for name, bounds in arguments.items():
         if bounds is not None:
             entries = integer_or_integers(bounds, f"slice: `{name}`", gaps=name != "axis")
-            listed[name] = (entries,) if isinstance(entries, int) else entries
-    lengths = {name: len(v) for name, v in listed.items()}
+            tuples[name] = (entries,) if isinstance(entries, int) else entries
+    lengths = {name: len(v) for name, v in tuples.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"slice: the arguments have different lengths: {lengths}.")
     count = next(iter(lengths.values()))
-    full: dict[str, Any] = {name: listed.get(name, (None,) * count) for name in given}
-    full["axis"] = listed.get("axis", tuple(range(count)))
+    full: dict[str, Any] = {name: tuples.get(name, (None,) * count) for name in arguments}
+    full["axis"] = tuples.get("axis", tuple(range(count)))
     full["step"] = tuple(1 if step is None else step for step in full["step"])
     if any(step not in (1, -1) for step in full["step"]):
         raise ValueError(f"slice: steps are 1 or -1; got {full['step']}. For larger ones use `ops.subsample`.")
@@ -182,8 +182,8 @@ def subsample(t: Tensor, strides: int | Iterable[int]) -> Tensor:
     Example:
         >>> y = ops.subsample(x, [2, 3])                     # x[::2, ::3]
     """
-    each = integer_or_integers(strides, "subsample: `strides`")
-    return _subsample(t, strides=(each,) if isinstance(each, int) else each)
+    sizes = integer_or_integers(strides, "subsample: `strides`")
+    return _subsample(t, strides=(sizes,) if isinstance(sizes, int) else sizes)
 
 
 # Split and concat ---------------------------------------------------------------------------------------------------
@@ -191,14 +191,14 @@ def subsample(t: Tensor, strides: int | Iterable[int]) -> Tensor:
 
 def _concatenate(*ts: Any, axis: int) -> TensorSpec:
     first = ts[0]
-    at = one_axis(axis, len(first.shape))
+    dimension = one_axis(axis, len(first.shape))
     for t in ts:
         if len(t.shape) != len(first.shape) or any(
-            a != b for d, (a, b) in enumerate(zip(t.shape, first.shape, strict=True)) if d != at
+            a != b for d, (a, b) in enumerate(zip(t.shape, first.shape, strict=True)) if d != dimension
         ):
-            raise PopxlError(f"the shapes {first.shape} and {t.shape} differ in more than dimension {at}.")
-    joined = (*first.shape[:at], sum(t.shape[at] for t in ts), *first.shape[at + 1 :])
-    return TensorSpec(joined, first.dtype)
+            raise PopxlError(f"the shapes {first.shape} and {t.shape} differ in more than dimension {dimension}.")
+    shape = (*first.shape[:dimension], sum(t.shape[dimension] for t in ts), *first.shape[dimension + 1 :])
+    return TensorSpec(shape, first.dtype)
 
 
 def _operand_gradient(g: Tensor, i: int, specs: Sequence[TensorSpec], axis: int) -> Tensor:
@@ -264,11 +264,11 @@ _stack = OpKind(
 
 
 def _stacked(*ts: Any, axis: int) -> TensorSpec:
-    first, at = ts[0], one_axis(axis, len(ts[0].shape) + 1)
+    first, dimension = ts[0], one_axis(axis, len(ts[0].shape) + 1)
     for t in ts:
         if t.shape != first.shape:
             raise PopxlError(f"the shapes {first.shape} and {t.shape} differ; tensors of one shape are stacked.")
-    return TensorSpec((*first.shape[:at], len(ts), *first.shape[at:]), first.dtype)
+    return TensorSpec((*first.shape[:dimension], len(ts), *first.shape[dimension:]), first.dtype)
 
 
 def stack(ts: Iterable[Tensor], axis: int = 0) -> Tensor:
@@ -309,10 +309,12 @@ def _alike(name: str, ts: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _split_arrays(t: Any, *, lengths: tuple[int, ...], axis: int) -> tuple[TensorSpec, ...]:
-    at = one_axis(axis, len(t.shape))
-    if sum(lengths) != t.shape[at] or min(lengths, default=0) < 0:
-        raise PopxlError(f"the parts {lengths} do not add up to the size of dimension {at}, {t.shape[at]}.")
-    return tuple(TensorSpec((*t.shape[:at], n, *t.shape[at + 1 :]), t.dtype) for n in lengths)
+    dimension = one_axis(axis, len(t.shape))
+    if sum(lengths) != t.shape[dimension] or min(lengths, default=0) < 0:
+        raise PopxlError(
+            f"the parts {lengths} do not add up to the size of dimension {dimension}, {t.shape[dimension]}."
+        )
+    return tuple(TensorSpec((*t.shape[:dimension], n, *t.shape[dimension + 1 :]), t.dtype) for n in lengths)
 
 
 _split = OpKind(

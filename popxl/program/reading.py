@@ -128,9 +128,9 @@ def _opened(content: bytes, beside: Callable[[str], bytes]) -> tuple[SavedProgra
     if blobs:
         return program, blobs[ARRAYS]
     arrays = beside(program.arrays)
-    found = digest(arrays)[:16]
-    if not program.arrays.endswith(f"-{found}.safetensors"):
-        raise ValueError(f"{program.arrays!r} is not what was written; its digest is {found}")
+    hash_ = digest(arrays)[:16]
+    if not program.arrays.endswith(f"-{hash_}.safetensors"):
+        raise ValueError(f"{program.arrays!r} is not what was written; its digest is {hash_}")
     return program, arrays
 
 
@@ -210,9 +210,9 @@ class _Reader:
 
     def _add_buffer(self, saved: SavedBuffer) -> None:
         spec = self._spec_of(saved.slot)
-        made = RemoteBuffer._make(self._ir, spec.shape, spec.dtype, saved.entries)
-        check(saved.shard_over is None or saved.shard_over > 0, f"{made!r} is cut into {saved.shard_over} pieces")
-        made.meta_shape, made.shard_over = spec.meta_shape, saved.shard_over
+        buffer = RemoteBuffer._make(self._ir, spec.shape, spec.dtype, saved.entries)
+        check(saved.shard_over is None or saved.shard_over > 0, f"{buffer!r} is cut into {saved.shard_over} pieces")
+        buffer.meta_shape, buffer.shard_over = spec.meta_shape, saved.shard_over
 
     def _spec_of(self, saved: Any) -> TensorSpec:
         spec = self.value(saved)
@@ -220,10 +220,10 @@ class _Reader:
         return cast(TensorSpec, spec)
 
     def _tensors_in(self, graph: Graph, ids: Iterable[str], what: str) -> list[Tensor]:
-        found = [self._tensors[id] for id in ids]
-        for t in found:
+        tensors = [self._tensors[id] for id in ids]
+        for t in tensors:
             check(t.graph_ref is graph.ref, f"an {what} is {t.id!r}, of another graph")
-        return found
+        return tensors
 
     def _tensor(self, graph: Graph, saved: SavedTensor) -> Tensor:
         check(saved.id == graph._prefix + saved.name, f"a tensor of {graph.title} has the id {saved.id!r}")
@@ -273,31 +273,31 @@ class _Reader:
         if saved.piece is None:
             return
         check(isinstance(t, Variable), f"{t!r} is no variable and is in pieces")
-        piece, buffer = self._tensors[saved.piece], t.location_info.buffer
-        check(type(piece) is Tensor and piece.graph_ref is t.graph_ref, f"the piece of {t!r} is {piece!r}")
-        fits = buffer is not None and piece.spec.to_tuple() == buffer.spec.to_tuple()
-        check(fits, f"the piece of {t!r} is {piece!r}, which is not what a slot of {buffer!r} holds")
-        t.piece = piece  # type: ignore[attr-defined]
-        self._shards.append(piece)
+        shard, buffer = self._tensors[saved.piece], t.location_info.buffer
+        check(type(shard) is Tensor and shard.graph_ref is t.graph_ref, f"the piece of {t!r} is {shard!r}")
+        fits = buffer is not None and shard.spec.to_tuple() == buffer.spec.to_tuple()
+        check(fits, f"the piece of {t!r} is {shard!r}, which is not what a slot of {buffer!r} holds")
+        t.piece = shard  # type: ignore[attr-defined]
+        self._shards.append(shard)
 
     def _add_ops(self, graph: Graph, saved: SavedGraph) -> None:
         """Create the ops of a graph. Each reads earlier results and creates unique ones."""
-        there = {t for t in graph.tensors if isinstance(t, Variable | Constant)} | {*graph.inputs}
+        available = {t for t in graph.tensors if isinstance(t, Variable | Constant)} | {*graph.inputs}
         check(not any(isinstance(t, Variable | Constant) for t in graph.inputs), f"{graph.title} has odd inputs")
-        there |= {t for t in self._shards if t.graph_ref is graph.ref}
+        available |= {t for t in self._shards if t.graph_ref is graph.ref}
         earlier: set[int] = set()
-        for each in saved.ops:
-            op = self._op(graph, each)
+        for saved_op in saved.ops:
+            op = self._op(graph, saved_op)
             for t in op.inputs:
-                check(t in there, f"{op!r} reads {t.id!r}, which nothing has made before it")
+                check(t in available, f"{op!r} reads {t.id!r}, which nothing has made before it")
             for t in op.outputs:
-                check(type(t) is Tensor and t not in there, f"{op!r} makes {t.id!r}, which is there already")
-                there.add(t)
+                check(type(t) is Tensor and t not in available, f"{op!r} makes {t.id!r}, which is there already")
+                available.add(t)
             check({*op.after} <= earlier, f"{op!r} comes after ops that do not come before it")
             graph.take_in(op)
             earlier.add(op.id)
         for t in graph.outputs:
-            check(t in there, f"{graph.title} returns {t.id!r}, which nothing makes")
+            check(t in available, f"{graph.title} returns {t.id!r}, which nothing makes")
 
     def _op(self, graph: Graph, saved: SavedOp) -> Op:
         kind = self.kind(saved.kind, len(saved.inputs))
@@ -357,28 +357,28 @@ class _Reader:
 
     def _set_counters(self) -> None:
         """Set next free numbers, unused by existing objects."""
-        given = self._program.counters
-        ops = (part.id for graph in self._ir.graphs for op in graph.ops for part in (op, *op.parts))
+        counters = self._program.counters
+        ops = (member.id for graph in self._ir.graphs for op in graph.ops for member in (op, *op.parts))
         named = (re.search(r"_subgraph\((\d+)\)$", graph.id) for graph in self._ir.graphs)
-        taken = {"op_ids": max(ops, default=-1), "subgraph_numbers": max((int(m[1]) for m in named if m), default=-1)}
+        used = {"op_ids": max(ops, default=-1), "subgraph_numbers": max((int(m[1]) for m in named if m), default=-1)}
         for name in self._ir.counters:
-            check(given[name] > taken.get(name, -1), f"the next of {name} is {given[name]}, which is taken")
-            self._ir.counters[name] = given[name]
+            check(counters[name] > used.get(name, -1), f"the next of {name} is {counters[name]}, which is taken")
+            self._ir.counters[name] = counters[name]
 
     def kind(self, saved: Any, inputs: int) -> OpKind:
         """Look up a declaration by key, or recreate a derived gradient op."""
         if isinstance(saved, dict):
-            of = {name: self.value(value) for name, value in saved.items() if name != "vjp"}
-            base = self.kind(saved["vjp"], len(of["inputs"]))
-            made_of = Derivation(base, **of)
+            fields = {name: self.value(value) for name, value in saved.items() if name != "vjp"}
+            base = self.kind(saved["vjp"], len(fields["inputs"]))
+            derivation = Derivation(base, **fields)
             runs_others = base.runs is not None or base.stands_for is not None
             check(not runs_others, f"a gradient by JAX of {base.name}, which runs others")
-            gradient, read = vjp_kind(made_of)
-            if len(read) + len(of["given"]) != inputs:
+            gradient, reads = vjp_kind(derivation)
+            if len(reads) + len(fields["given"]) != inputs:
                 raise _Unknown(
                     f"Ir.load: the gradient of {base.name} was saved with {inputs} operands and "
-                    f"has {len(read) + len(of['given'])} here; this version of JAX or of the op's declaration differs "
-                    "from the one that the program was saved with. Build the program again."
+                    f"has {len(reads) + len(fields['given'])} here; this version of JAX or of the op's declaration "
+                    "differs from the one that the program was saved with. Build the program again."
                 )
             return gradient
         check(isinstance(saved, str), f"{saved!r} is no key of an op")

@@ -87,9 +87,9 @@ def autodiff(
     """
     check_type(graph, Graph, "autodiff: `graph`", "a Graph")
     return_all_grad_graphs = flag(return_all_grad_graphs, "autodiff: `return_all_grad_graphs`")
-    for name, given in (("grads_provided", grads_provided), ("grads_required", grads_required)):
-        if given is not None:
-            check_type(given, Iterable, f"autodiff: `{name}`", "a list of tensors")
+    for name, argument in (("grads_provided", grads_provided), ("grads_required", grads_required)):
+        if argument is not None:
+            check_type(argument, Iterable, f"autodiff: `{name}`", "a list of tensors")
     if called_graphs_grad_info is not None:
         expected = "a mapping from graphs to their GradGraphInfo"
         check_type(called_graphs_grad_info, Mapping, "autodiff: `called_graphs_grad_info`", expected)
@@ -103,8 +103,8 @@ def autodiff(
             _bring_calls_up_to_date(graph)
             needed = _needed_by_callers(graph, provided, infos)
             _Differentiation(graph, provided, required, infos, needed, called_graphs_transform).run()
-    known = {forward: info for forward, info in infos.items() if info is not None}
-    return known if return_all_grad_graphs else known[graph]
+    known_grads = {forward: info for forward, info in infos.items() if info is not None}
+    return known_grads if return_all_grad_graphs else known_grads[graph]
 
 
 Infos = dict[Graph, GradGraphInfo | None]
@@ -152,8 +152,8 @@ def _needed_by_callers(root: Graph, provided: list[Tensor], infos: Infos) -> dic
         leads = _leading_to(graph, needed.get(graph, ()))
         for op in graph.ops:
             for run in op.runs:
-                known = needed.setdefault(run.graph, [])
-                known += [t for t in run.trait.returns(op, run.graph, leads) if t not in known]
+                needed_outputs = needed.setdefault(run.graph, [])
+                needed_outputs += [t for t in run.trait.returns(op, run.graph, leads) if t not in needed_outputs]
     return needed
 
 
@@ -208,8 +208,8 @@ class _Differentiation:
     def _build(self) -> dict[Tensor, Tensor]:
         """Fill the gradient graph. Returns the gradients, by the required tensors."""
         for t in self.provided:
-            given = self.graph.add_input(t.spec, f"Gradient___{t.name}", path=f"Gradient___{t.path}")
-            self._contribute(t, conjugate(given, _name_within(t)))
+            seed = self.graph.add_input(t.spec, f"Gradient___{t.name}", path=f"Gradient___{t.path}")
+            self._contribute(t, conjugate(seed, _name_within(t)))
         derivative = self.forward_graph.derivative
         by_rule = set() if derivative is None else _computing(self.forward_graph, derivative.results)
         for op in (op for op in reversed(self.forward_graph.ops) if op not in by_rule):
@@ -227,8 +227,8 @@ class _Differentiation:
                         self._contribute(op.inputs[i], contribution)
         if derivative is not None:
             self._follow_rule(derivative)
-        found = {t: g for t in self.required if (g := self.gradient(t)) is not None}
-        missing = [t for t in self.required if t not in found]
+        by_tensor = {t: g for t in self.required if (g := self.gradient(t)) is not None}
+        missing = [t for t in self.required if t not in by_tensor]
         if missing and self.complete:
             remedy = "Leave it out of `grads_required`." if self.forward_graph.outputs else "The graph has no outputs."
             raise PopxlError(
@@ -237,7 +237,7 @@ class _Differentiation:
                 f"({', '.join(t.name for t in self.provided) or 'none'}) "
                 f"depends on it in a differentiable way. {remedy}"
             )
-        return {t: self._named(t, conjugate(g, f"Gradient___{t.name}")) for t, g in found.items()}
+        return {t: self._named(t, conjugate(g, f"Gradient___{t.name}")) for t, g in by_tensor.items()}
 
     def _follow_rule(self, derivative: Derivative) -> None:
         """Differentiate what the graph returns by its own rule."""
@@ -248,15 +248,15 @@ class _Differentiation:
         for _, t in results:
             self.gradients.pop(t, None)
         if gs and wanted:
-            made = derivative.gradients(graph, wanted, gs, self.counterpart)
-            for i, gradient in zip(wanted, made, strict=True):
+            gradients = derivative.gradients(graph, wanted, gs, self.counterpart)
+            for i, gradient in zip(wanted, gradients, strict=True):
                 self._contribute(graph.inputs[i], gradient)
 
     def _named(self, t: Tensor, gradient: Tensor) -> Tensor:
         """A gradient under the name of its tensor; one that was passed through still has another's."""
         name = f"Gradient___{t.name}"
-        known = name in (gradient.name, gradient.name.rpartition("__t")[0])
-        named = gradient if known else identity(gradient, name)
+        is_named = name in (gradient.name, gradient.name.rpartition("__t")[0])
+        named = gradient if is_named else identity(gradient, name)
         self.graph.show_as({named: f"Gradient___{t.path}"})
         return named
 
@@ -266,12 +266,12 @@ class _Differentiation:
         forward = {copy: t for t, copy in self.activations.items()}
         self.graph.sort_inputs(count, lambda t: forward[t].id)
         activations = [forward[t] for t in self.graph.inputs[count:]]
-        known = {*self.forward_graph.inputs, *self.forward_graph.outputs}
+        bound = {*self.forward_graph.inputs, *self.forward_graph.outputs}
         for t in activations:
-            if t not in known:
+            if t not in bound:
                 self.forward_graph.add_output(t)
-        read = {t for op in self.graph.ops for t in op.inputs} | set(self.graph.outputs)
-        if unused := [t.name for t in self.graph.inputs[:count] if self.complete and t not in read]:
+        reads = {t for op in self.graph.ops for t in op.inputs} | set(self.graph.outputs)
+        if unused := [t.name for t in self.graph.inputs[:count] if self.complete and t not in reads]:
             _log.warn(f"autodiff: {', '.join(unused)} are not used by {self.graph.title}.")
         self.infos[self.forward_graph] = make_grad_graph_info(
             self.forward_graph,
@@ -313,14 +313,14 @@ class _Differentiation:
 
     def gradient(self, t: Tensor) -> Tensor | None:
         """The gradient of a forward tensor, all contributions summed; `None` if there are none so far."""
-        parts = self.contributions.pop(t, None)
-        if parts is not None:
+        terms = self.contributions.pop(t, None)
+        if terms is not None:
             if t in self.gradients:
-                parts.insert(0, self.gradients[t])
-            ipu, io_tiles = parts[0].location
+                terms.insert(0, self.gradients[t])
+            ipu, io_tiles = terms[0].location
             with get_current_context().set(ipu_id=ipu, io_tile_set=bool(io_tiles)):
-                total = parts[0] if len(parts) == 1 else add_n(*parts)
-            if len(parts) > 1 or self._has_no_name(total):
+                total = terms[0] if len(terms) == 1 else add_n(*terms)
+            if len(terms) > 1 or self._has_no_name(total):
                 self.graph.rename(total, _name_within(t))
                 self.graph.show_as({total: f"Gradient___{t.path}"})
                 self.renamed.add(total)
@@ -329,16 +329,16 @@ class _Differentiation:
 
     def _has_no_name(self, gradient: Tensor) -> bool:
         """Whether a gradient computed here lacks a name, or has a callee's tensor name."""
-        made_by = gradient.producer
-        if made_by is None or gradient in self.renamed:
+        producer = gradient.producer
+        if producer is None or gradient in self.renamed:
             return False
-        return bool(made_by.called_graphs) or not gradient.name.startswith("Gradient___")
+        return bool(producer.called_graphs) or not gradient.name.startswith("Gradient___")
 
     def _contribute(self, t: Tensor, gradient: Tensor) -> None:
-        fitted = cast_if_needed(_unbroadcast(gradient, t.shape), t.dtype)
-        if fitted.meta_shape and not t.meta_shape:  # of a product with a shard, say; `t` itself is none
-            fitted = reshape(fitted, t.shape)
-        self.contributions.setdefault(t, []).append(fitted)
+        term = cast_if_needed(_unbroadcast(gradient, t.shape), t.dtype)
+        if term.meta_shape and not t.meta_shape:  # of a product with a shard, say; `t` itself is none
+            term = reshape(term, t.shape)
+        self.contributions.setdefault(t, []).append(term)
 
     def counterpart(self, t: Tensor) -> Tensor:
         """Gradient-graph counterpart of a forward tensor: activation, reloaded from the host or not, or constant."""
@@ -370,10 +370,10 @@ class _Differentiation:
 
     def _computed_again(self, t: Tensor) -> Tensor:
         """A forward tensor, made in the gradient graph by the same ops."""
-        made_by = cast(Op, t.producer)
-        if made_by not in self.recomputed:
+        producer = cast(Op, t.producer)
+        if producer not in self.recomputed:
             self._compute_again(t)
-        return self.recomputed[made_by].outputs[made_by.outputs.index(t)]
+        return self.recomputed[producer].outputs[producer.outputs.index(t)]
 
     def _compute_again(self, t: Tensor) -> None:
         missing = {t}
@@ -397,12 +397,16 @@ class _Differentiation:
         """Operands of an op that is computed again. Where the graph says so, it waits for the gradients; that one
         operand waits is enough."""
         operands = [self.counterpart(u) for u in op.inputs]
-        given = [i for i, u in enumerate(op.inputs) if not isinstance(u, Constant) and self._is_caller_visible(u)]
-        if self.forward_graph.keeps is not None and given and not any(u.producer in self.recomputed for u in op.inputs):
-            t = operands[given[0]]
+        visible = [i for i, u in enumerate(op.inputs) if not isinstance(u, Constant) and self._is_caller_visible(u)]
+        if (
+            self.forward_graph.keeps is not None
+            and visible
+            and not any(u.producer in self.recomputed for u in op.inputs)
+        ):
+            t = operands[visible[0]]
             if t not in self.delayed:
                 self.delayed[t] = available_after(t, self.graph.inputs[0])
-            operands[given[0]] = self.delayed[t]
+            operands[visible[0]] = self.delayed[t]
         return operands
 
 
@@ -426,9 +430,9 @@ def _leading_through_calls(
         inputs = {t for i, t in enumerate(op.inputs) if passes(op, i)}
         if is_call(op) and op.called_graphs[0].derivative is None:
             (run,) = op.runs
-            reached = frozenset(own for own, t in zip(run.outputs, op.outputs, strict=False) if t in leads)
-            within = _leading_through_calls(run.graph, reached, known)
-            inputs &= {t for own, t in zip(run.inputs, run.operands, strict=False) if own in within}
+            leading = frozenset(inner for inner, t in zip(run.outputs, op.outputs, strict=False) if t in leads)
+            within = _leading_through_calls(run.graph, leading, known)
+            inputs &= {t for inner, t in zip(run.inputs, run.operands, strict=False) if inner in within}
         leads |= inputs
     known[graph, provided] = leads
     return leads
@@ -445,12 +449,12 @@ def _leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
 
 def _computing(graph: Graph, count: int) -> set[Op]:
     """The ops that compute the first outputs of a graph."""
-    needed, found = {*graph.outputs[:count]}, set[Op]()
+    needed, ops = {*graph.outputs[:count]}, set[Op]()
     for op in reversed(graph.ops):
         if not needed.isdisjoint(op.outputs):
-            found.add(op)
+            ops.add(op)
             needed.update(op.inputs)
-    return found
+    return ops
 
 
 def _following(graph: Graph, required: Iterable[Tensor]) -> set[Tensor]:

@@ -98,19 +98,19 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[Tra
         )
     named = _by_name(optimizer, "variables", variables)
     if isinstance(gradients, Mapping | DotTree):
-        given = _by_name(optimizer, "gradients", gradients)
+        gradient_of = _by_name(optimizer, "gradients", gradients)
     else:
-        listed = _sequence(optimizer, "gradients", gradients)
-        if len(listed) != len(named):
-            raise ValueError(f"{optimizer}: there are {len(named)} `variables` and {len(listed)} `gradients`.")
-        given = dict(zip(named, listed, strict=True))
-    problems = [f"`{name}` has no gradient" for name in named if name not in given]
-    problems += [f"there is a gradient of `{name}`, and no such variable" for name in given if name not in named]
+        values = _sequence(optimizer, "gradients", gradients)
+        if len(values) != len(named):
+            raise ValueError(f"{optimizer}: there are {len(named)} `variables` and {len(values)} `gradients`.")
+        gradient_of = dict(zip(named, values, strict=True))
+    problems = [f"`{name}` has no gradient" for name in named if name not in gradient_of]
+    problems += [f"there is a gradient of `{name}`, and no such variable" for name in gradient_of if name not in named]
     tensors = {name: t.on_replica for name, t in named.items()}
     problems += [
-        f"`{name}` has the shape {t.shape}, and its gradient {given[name].shape}"
+        f"`{name}` has the shape {t.shape}, and its gradient {gradient_of[name].shape}"
         for name, t in tensors.items()
-        if name in given and given[name].shape != t.shape
+        if name in gradient_of and gradient_of[name].shape != t.shape
     ]
     if problems:
         raise ValueError(
@@ -120,7 +120,7 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[Tra
     for name, t in tensors.items():
         check_floating(t.dtype, f"{optimizer}: the dtype of the variable `{name}`")
     owners = {v.piece: v for v in graph.variables if v.piece is not None}
-    return [_like_variable(name, t, given[name], owners.get(t, t)) for name, t in tensors.items()]
+    return [_like_variable(name, t, gradient_of[name], owners.get(t, t)) for name, t in tensors.items()]
 
 
 def _like_variable(name: str, t: popxl.Tensor, gradient: popxl.Tensor, owner: popxl.Tensor) -> Trained:
@@ -133,17 +133,17 @@ def _like_variable(name: str, t: popxl.Tensor, gradient: popxl.Tensor, owner: po
 
 def _by_name(optimizer: str, what: str, tensors: Tensors) -> dict[str, popxl.Tensor]:
     if isinstance(tensors, DotTree):
-        found = dict(tensors.to_dict())
+        by_name = dict(tensors.to_dict())
     elif isinstance(tensors, Mapping):
-        found = dict(tensors)
+        by_name = dict(tensors)
     else:
-        listed = _sequence(optimizer, what, tensors)
-        found = {sanitise(t.name): t for t in listed if isinstance(t, popxl.Tensor)}
-        if len(found) != len(listed):
-            raise ValueError(f"{optimizer}: `{what}` are {listed}; expected tensors, each with a name of its own.")
-    if odd := [f"{name}: {t!r}" for name, t in found.items() if not isinstance(t, popxl.Tensor)]:
-        raise TypeError(f"{optimizer}: `{what}` must be tensors by name, or a sequence of tensors; got {odd}.")
-    return found
+        tensor_list = _sequence(optimizer, what, tensors)
+        by_name = {sanitise(t.name): t for t in tensor_list if isinstance(t, popxl.Tensor)}
+        if len(by_name) != len(tensor_list):
+            raise ValueError(f"{optimizer}: `{what}` are {tensor_list}; expected tensors, each with a name of its own.")
+    if invalid := [f"{name}: {t!r}" for name, t in by_name.items() if not isinstance(t, popxl.Tensor)]:
+        raise TypeError(f"{optimizer}: `{what}` must be tensors by name, or a sequence of tensors; got {invalid}.")
+    return by_name
 
 
 def _sequence(optimizer: str, what: str, tensors: Any) -> list[Any]:
@@ -158,20 +158,20 @@ def _sequence(optimizer: str, what: str, tensors: Any) -> list[Any]:
 
 def _norm(trained: Iterable[Trained], loss_scaling: float | popxl.Tensor, placement: Placement) -> popxl.Tensor:
     """The norm of all gradients together, on the current IPU. Numbers that several replicas hold count once."""
-    here, parts = get_current_context().ipu_id, dict[tuple[int, int | None], list[popxl.Tensor]]()
-    for each in trained:
-        ipu = placement.ipu_of(each.gradient)
+    target_ipu, squares_by = get_current_context().ipu_id, dict[tuple[int, int | None], list[popxl.Tensor]]()
+    for variable in trained:
+        ipu = placement.ipu_of(variable.gradient)
         scale = placement.copy_to(loss_scaling, ipu) if isinstance(loss_scaling, popxl.Tensor) else loss_scaling
         with get_current_context().set(ipu_id=ipu):
-            parts.setdefault((each.copies, ipu), []).append(grad_reduce_square_add(each.gradient, scale))
+            squares_by.setdefault((variable.copies, ipu), []).append(grad_reduce_square_add(variable.gradient, scale))
     replicas = popxl.gir().replication_factor
     total = []
-    for (holders, ipu), squares in parts.items():
+    for (holders, ipu), squares in squares_by.items():
         with get_current_context().set(ipu_id=ipu):
-            part = ops.add_n(*squares)
+            square_sum = ops.add_n(*squares)
             if holders < replicas:
-                part = ops.collectives.replicated_all_reduce(part) / holders
-        total.append(placement.copy_to(part, here))
+                square_sum = ops.collectives.replicated_all_reduce(square_sum) / holders
+        total.append(placement.copy_to(square_sum, target_ipu))
     return ops.sqrt(reduce(ops.add, total))
 
 
@@ -194,16 +194,16 @@ def global_norm(variables: Tensors, gradients: Tensors, loss_scaling: float | po
 
 def _finite(trained: Sequence[Trained], placement: Placement) -> popxl.Tensor:
     """Test all gradients for finite values across replicas, on the current IPU."""
-    here, parts = get_current_context().ipu_id, dict[int | None, list[Trained]]()
-    for each in trained:
-        parts.setdefault(placement.ipu_of(each.gradient), []).append(each)
+    target_ipu, by_ipu = get_current_context().ipu_id, dict[int | None, list[Trained]]()
+    for v in trained:
+        by_ipu.setdefault(placement.ipu_of(v.gradient), []).append(v)
     replicas = popxl.gir().replication_factor
-    answers = []
-    for ipu, there in parts.items():
+    flags = []
+    for ipu, variables in by_ipu.items():
         with get_current_context().set(ipu_id=ipu):
-            answer = all_finite((each.gradient for each in there), any(each.copies < replicas for each in there))
-        answers.append(placement.copy_to(answer, here))
-    return reduce(ops.logical_and, answers)
+            flag = all_finite((v.gradient for v in variables), any(v.copies < replicas for v in variables))
+        flags.append(placement.copy_to(flag, target_ipu))
+    return reduce(ops.logical_and, flags)
 
 
 class Step:
@@ -261,27 +261,27 @@ class Step:
     @cached_property
     def factors(self) -> tuple[popxl.Tensor, ...]:
         """Learning rate, gradient factor, and optional step condition."""
-        known = tuple(
-            each if isinstance(each, popxl.Tensor) else popxl.constant(each, popxl.float32)
-            for each in (self.lr, self.scale)
+        values = tuple(
+            value if isinstance(value, popxl.Tensor) else popxl.constant(value, popxl.float32)
+            for value in (self.lr, self.scale)
         )
-        return known if self.finite is None else (*known, self.finite)
+        return values if self.finite is None else (*values, self.finite)
 
-    def update(self, kind: OpKind, each: Trained, slots: Mapping[str, Any], **how: Any) -> None:
+    def update(self, kind: OpKind, variable: Trained, slots: Mapping[str, Any], **how: Any) -> None:
         """Add the update op of one variable and its state, on its IPU; `slots` are dtypes by name, or dtypes and shapes
         where these are not the variable's."""
-        ipu = self._placement.ipu_of(each.tensor)
+        ipu = self._placement.ipu_of(variable.tensor)
         gradient, number, *factors = (
-            self._placement.copy_to(t, ipu) for t in (each.gradient, self.number, *self.factors)
+            self._placement.copy_to(t, ipu) for t in (variable.gradient, self.number, *self.factors)
         )
         with get_current_context().set(ipu_id=ipu):
             state = [
                 self.new_state(
-                    f"{each.name}.{name}", each.state(name, *(s if isinstance(s, tuple) else (s,))), gradient
+                    f"{variable.name}.{name}", variable.state(name, *(s if isinstance(s, tuple) else (s,))), gradient
                 )
                 for name, s in slots.items()
             ]
-            kind(each.tensor, gradient, number, *state, *factors, **how)
+            kind(variable.tensor, gradient, number, *state, *factors, **how)
             self.store_state()
 
     @property
@@ -294,9 +294,9 @@ def formula_op(name: str, function: Callable[..., Any], *slots: str, traits: Ite
     """Declare an op that applies a float32 formula, overwriting variable and state."""
 
     def lowering(variable: Array, gradient: Array, step: Array, *others: Array, **numbers: Any) -> tuple[Array, ...]:
-        kept, (lr, scale, *made) = others[: len(slots)], others[len(slots) :]
-        w, g, t, *wide = (x.astype(jnp.float32) for x in (variable, gradient, step, *kept))
-        return select_if_finite(made, function(w, g * scale, t, lr, *wide, **numbers), (w, *wide))
+        state, (lr, scale, *is_finite) = others[: len(slots)], others[len(slots) :]
+        w, g, t, *state_f32 = (x.astype(jnp.float32) for x in (variable, gradient, step, *state))
+        return select_if_finite(is_finite, function(w, g * scale, t, lr, *state_f32, **numbers), (w, *state_f32))
 
     changed = frozenset({0, *range(3, 3 + len(slots))})
     return OpKind(
@@ -309,15 +309,15 @@ def formula_op(name: str, function: Callable[..., Any], *slots: str, traits: Ite
     )
 
 
-def select_if_finite(made: Sequence[Array], new: Iterable[Array], old: Iterable[Array]) -> tuple[Array, ...]:
-    """Select new arrays, or old ones if the one-element condition `made` is false."""
-    return tuple(new) if not made else tuple(jnp.where(made[0], *each) for each in zip(new, old, strict=True))
+def select_if_finite(is_finite: Sequence[Array], new: Iterable[Array], old: Iterable[Array]) -> tuple[Array, ...]:
+    """Select new arrays, or old ones if the one-element condition `is_finite` is false."""
+    return tuple(new) if not is_finite else tuple(jnp.where(is_finite[0], *pair) for pair in zip(new, old, strict=True))
 
 
 def update_all(
     step: Step, kind: OpKind, slots: Mapping[str, popxl.dtype], decay: Callable[[str], float], **numbers: Any
 ) -> NamedTensors:
     """Update all variables and their state. Returns optimizer state."""
-    for each in step.trained:
-        step.update(kind, each, slots, **numbers, decay=decay(each.name))
+    for variable in step.trained:
+        step.update(kind, variable, slots, **numbers, decay=decay(variable.name))
     return step.named_state

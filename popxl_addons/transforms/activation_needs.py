@@ -27,29 +27,29 @@ def graph_needs(
         held: number of calls of the model that have their activations in memory at a time.
         as_read: whether activations are recomputed right before the gradient reads them.
     """
-    known = {each.tensor: each for each in candidates(info) if not each.is_gathered}  # those are gathered again
-    paths = {t: each.path for t, each in known.items()}
+    activations = {a.tensor: a for a in candidates(info) if not a.is_gathered}  # those are gathered again
+    paths = {t: a.path for t, a in activations.items()}
     spans = _spans(info.graph)
-    read = {
-        known[e.fwd_tensor].path: spans[t]
+    read_spans = {
+        activations[e.fwd_tensor].path: spans[t]
         for t, e in zip(info.graph.inputs, info.expected_inputs, strict=False)
-        if e.is_activation and e.fwd_tensor in known
+        if e.is_activation and e.fwd_tensor in activations
     }
     calls = [*calls_in(model)]
-    places = [i for i, (op, _) in enumerate(calls) if info.forward_graph in op.called_graphs]
-    counts = [calls[i][1] for i in places] or [1]
+    positions = [i for i, (op, _) in enumerate(calls) if info.forward_graph in op.called_graphs]
+    counts = [calls[i][1] for i in positions] or [1]
     variables = {*_variables(info.forward_graph, model)}
     return GraphNeeds(
         name=name,
         calls=sum(counts),
-        bytes={each.path: each.nbytes for each in known.values()},
-        read=read,
+        bytes={a.path: a.nbytes for a in activations.values()},
+        read=read_spans,
         ops=tuple(_op_needs(info.forward_graph, paths, _factors_of(info))),
         steps=tuple(_steps(info.graph)),
         gradients=sum(size_in_bytes(t) for t in info.outputs if t in variables),
         waiting_gradients=_waiting_bytes(info, variables, backward),
         ends=tuple(accumulate(counts[:-1])),
-        span=(min(places, default=0), max(places, default=0)),
+        span=(min(positions, default=0), max(positions, default=0)),
         held=held,
         as_read=as_read,
     )
@@ -65,7 +65,7 @@ def _op_needs(
         factors: tensors of the graph that products read elsewhere.
         is_called: whether it is called by the planned graph, which can keep only its results.
     """
-    leading: dict[popxl.Tensor, tuple[dict[str, None], list[popxl.Op]]] = {}
+    sources_of: dict[popxl.Tensor, tuple[dict[str, None], list[popxl.Op]]] = {}
     """For values that are no activations: the activations that they come from, and the ops in between."""
     for op in graph.ops:
         results = tuple(paths[t] for t in op.outputs if t in paths)
@@ -75,25 +75,25 @@ def _op_needs(
             inner_factors = _factors(run.graph) | factors.where(pairs)
             yield from _op_needs(run.graph, {inner: paths[t] for inner, t in pairs if t in paths}, inner_factors, True)
             continue
-        before = [({paths[t]: None}, []) if t in paths else leading.get(t, ({}, [])) for t in op.inputs]
-        operands = {path: None for paths, _ in before for path in paths}
-        ops = [*dict.fromkeys(each for _, ops in before for each in ops), op]
+        sources = [({paths[t]: None}, []) if t in paths else sources_of.get(t, ({}, [])) for t in op.inputs]
+        operands = {path: None for paths, _ in sources for path in paths}
+        ops = [*dict.fromkeys(source_op for _, ops in sources for source_op in ops), op]
         if results:
-            is_fused = [_is_fused(each, factors.any_product) for each in ops]
+            is_fused = [_is_fused(source_op, factors.any_product) for source_op in ops]
             yield OpNeeds(
                 operands=tuple(operands),
                 results=results,
-                products=sum(_flops(each).products for each in ops),
-                bytes=sum(_moved(each, fused) for each, fused in zip(ops, is_fused, strict=True)),
+                products=sum(_flops(source_op).products for source_op in ops),
+                bytes=sum(_moved(source_op, fused) for source_op, fused in zip(ops, is_fused, strict=True)),
                 dtype=op.inputs[0].dtype.name if op.inputs else op.outputs[0].dtype.name,
                 is_fused=all(is_fused),
                 fused_bytes=_moved_if_products_fuse(ops, factors),
                 statistics=tuple(paths[t] for t in _statistics(op) if t in paths),
-                exchanges=tuple(exchange for each in ops for exchange in _exchanges(each)),
+                exchanges=tuple(exchange for source_op in ops for exchange in _exchanges(source_op)),
                 is_kernel=any(map(is_attention, ops)),
             )
         elif is_called:
-            leading.update(dict.fromkeys(op.outputs, (operands, ops)))
+            sources_of.update(dict.fromkeys(op.outputs, (operands, ops)))
 
 
 class _Factors(NamedTuple):
@@ -109,22 +109,26 @@ class _Factors(NamedTuple):
 
     def where(self, pairs: Sequence[tuple[popxl.Tensor, popxl.Tensor]]) -> _Factors:
         """The same of other tensors: the first of each pair in place of the second."""
-        return _Factors(*({inner for inner, t in pairs if t in of} for of in self))
+        return _Factors(*({inner for inner, t in pairs if t in group} for group in self))
 
-    def __or__(self, other: _Factors) -> _Factors:
-        return _Factors(*(a | b for a, b in zip(self, other, strict=True)))
+    def __or__(self, more: _Factors) -> _Factors:
+        return _Factors(*(a | b for a, b in zip(self, more, strict=True)))
 
 
 def _factors(graph: popxl.Graph) -> _Factors:
     """What the products of a graph read."""
     products = [op for op in graph.ops if _flops(op).products]
-    return _Factors(*({t for op in some for t in op.inputs} for some in (products, filter(is_attention, products))))
+    return _Factors(
+        *({t for op in factor_ops for t in op.inputs} for factor_ops in (products, filter(is_attention, products)))
+    )
 
 
 def _factors_of(info: GradGraphInfo) -> _Factors:
     """Forward tensors that products read in the backward pass or in recomputation."""
-    of = {e.fwd_tensor: t for t, e in zip(info.graph.inputs, info.expected_inputs, strict=False) if e.is_activation}
-    return _factors(info.graph).where([*of.items()]) | _factors(info.forward_graph)
+    inputs_of = {
+        e.fwd_tensor: t for t, e in zip(info.graph.inputs, info.expected_inputs, strict=False) if e.is_activation
+    }
+    return _factors(info.graph).where([*inputs_of.items()]) | _factors(info.forward_graph)
 
 
 def _is_fused(op: popxl.Op, factors: set[popxl.Tensor]) -> bool:
@@ -148,9 +152,9 @@ def _moved_if_products_fuse(ops: Sequence[popxl.Op], factors: _Factors) -> int |
 def _is_by_element(op: popxl.Op) -> bool:
     """Whether the first result is elementwise, given the statistics: so are normalisations, too, which are not so for
     `OpWork.is_elementwise`, as a kernel of their own reduces the statistics."""
-    first, *others = op.outputs
+    first, *more = op.outputs
     is_large = all(first.nelms >= t.nelms for t in op.inputs)
-    return is_large and (not others or bool(_statistics(op))) and not _flops(op).products
+    return is_large and (not more or bool(_statistics(op))) and not _flops(op).products
 
 
 def _statistics(op: popxl.Op) -> list[popxl.Tensor]:
@@ -182,33 +186,33 @@ def _steps(graph: popxl.Graph) -> Iterator[int]:
     """Bytes computed by the graph itself, at each op."""
     factors = _factors(graph).any_product | {*graph.outputs}
     spans = _spans(graph)
-    made = [(spans[t], size_in_bytes(t)) for op in graph.ops if not _is_fused(op, factors) for t in op.outputs]
+    sized_spans = [(spans[t], size_in_bytes(t)) for op in graph.ops if not _is_fused(op, factors) for t in op.outputs]
     for number in range(max(len(graph.ops), 1)):
-        yield sum(size for (first, last), size in made if first <= number <= last)
+        yield sum(size for (first, last), size in sized_spans if first <= number <= last)
 
 
 def _waiting_bytes(info: GradGraphInfo, variables: set[popxl.Tensor], backward: popxl.Graph) -> int:
     """Bytes of a call's gradients for variables whose updates wait for other gradients: for a norm of all of them."""
-    places = [i for i, t in enumerate(info.outputs) if t in variables]
-    gradients = {t for call in backward.call_sites for i in places for t in _returned(call.outputs[i])}
-    held = set[popxl.Tensor]()
+    positions = [i for i, t in enumerate(info.outputs) if t in variables]
+    gradients = {t for call in backward.call_sites for i in positions for t in _returned(call.outputs[i])}
+    waiting = set[popxl.Tensor]()
     for graph in {t.graph for t in gradients}:
         computed_from = {t: {t} for t in gradients if t.graph is graph}
-        held |= {t for t in graph.outputs if t in computed_from}
+        waiting |= {t for t in graph.outputs if t in computed_from}
         for op in graph.ops:
-            some = {t for operand in op.inputs for t in computed_from.get(operand, ())}
-            held |= some if len(some) > 1 else set()
+            sources = {t for operand in op.inputs for t in computed_from.get(operand, ())}
+            waiting |= sources if len(sources) > 1 else set()
             for t in op.outputs:
-                computed_from.setdefault(t, some)
-    return sum(map(size_in_bytes, held)) // max(len(backward.call_sites), 1)
+                computed_from.setdefault(t, sources)
+    return sum(map(size_in_bytes, waiting)) // max(len(backward.call_sites), 1)
 
 
 def _variables(graph: popxl.Graph, model: popxl.Graph) -> Iterator[popxl.Tensor]:
     """Inputs of a called graph that are inputs of the model: usually variables."""
     for op, _ in calls_in(model):
         if graph in op.called_graphs:
-            given = zip(graph.inputs, op.inputs[-len(graph.inputs) :], strict=False)
-            yield from (inner for inner, outer in given if outer.producer is None)
+            bindings = zip(graph.inputs, op.inputs[-len(graph.inputs) :], strict=False)
+            yield from (inner for inner, outer in bindings if outer.producer is None)
             return
 
 
@@ -223,11 +227,11 @@ def _returned(t: popxl.Tensor) -> Iterator[popxl.Tensor]:
 
 def _flops(op: popxl.Op) -> Flops:
     """Floating-point operations of an op, including its called graphs."""
-    found = own_flops(op)
+    total = own_flops(op)
     for graph in op.called_graphs:
-        for each in graph.ops:
-            found = found.plus(_flops(each), op.attributes.get("repeat_count", 1))
-    return found
+        for inner in graph.ops:
+            total = total.plus(_flops(inner), op.attributes.get("repeat_count", 1))
+    return total
 
 
 def _exchanges(op: popxl.Op, times: int = 1) -> Iterator[ReplicaExchange]:
@@ -236,5 +240,5 @@ def _exchanges(op: popxl.Op, times: int = 1) -> Iterator[ReplicaExchange]:
         reach = (size - 1) * op.attributes["stride"] + 1
         yield from (ReplicaExchange(kind, nbytes, size, reach, times) for kind, nbytes in exchanges_of(op))
     for graph in op.called_graphs:
-        for each in graph.ops:
-            yield from _exchanges(each, times * op.attributes.get("repeat_count", 1))
+        for inner in graph.ops:
+            yield from _exchanges(inner, times * op.attributes.get("repeat_count", 1))

@@ -71,11 +71,11 @@ def gather_where_read(graph: GraphWithNamedArgs, variables: NamedTensors) -> Gra
         ((2, 2), (2,))
     """
     check_type(graph, GraphWithNamedArgs, "gather_where_read: `graph`", "a GraphWithNamedArgs")
-    inputs, known = graph.graph.inputs, variables.to_dict()
-    held = {inputs.index(t): _shards_of(known.get(name)) for name, t in graph.args.to_dict().items()}
+    inputs, tensors = graph.graph.inputs, variables.to_dict()
+    by_input = {inputs.index(t): _shards_of(tensors.get(shards_)) for shards_, t in graph.args.to_dict().items()}
     copies = _Copies(merge_called_graphs(graph.called_graphs_grad_info))
     only_read = copies.read_only_inputs(graph.graph)
-    shards = {i: each for i, each in held.items() if each is not None and inputs[i] in only_read}
+    shards = {i: s for i, s in by_input.items() if s is not None and inputs[i] in only_read}
     if not shards:
         return graph
     copy = copies.copy(graph.graph, shards)
@@ -93,13 +93,13 @@ def share_out_before_calls(graph: popxl.Graph) -> None:
         >>> ir = popxl.Ir()
         >>> share_out_before_calls(ir.create_graph(lambda x: x * 2.0, popxl.TensorSpec((), popxl.float32)))
     """
-    shared: list[popxl.Tensor] = []
+    gradients: list[popxl.Tensor] = []
     for op in graph.ops:
         if shares_out_gradients(op):
-            shared += op.outputs
-        elif shared and (computed := _computed_inputs(op)):
-            _replace_inputs(op, computed[:1], partial(available_after_all, others=tuple(shared)))
-            shared.clear()
+            gradients += op.outputs
+        elif gradients and (computed := _computed_inputs(op)):
+            _replace_inputs(op, computed[:1], partial(available_after_all, others=tuple(gradients)))
+            gradients.clear()
 
 
 def _release_before_calls(graph: popxl.Graph) -> None:
@@ -124,12 +124,12 @@ def _computed_inputs(op: Op) -> list[popxl.Tensor]:
     return [t for t in dict.fromkeys(run.operands) if t.producer is not None and t not in referred]
 
 
-def _replace_inputs(call: Op, inputs: Sequence[popxl.Tensor], by: Callable[[popxl.Tensor], popxl.Tensor]) -> None:
+def _replace_inputs(call: Op, inputs: Sequence[popxl.Tensor], replace: Callable[[popxl.Tensor], popxl.Tensor]) -> None:
     """Replace inputs of a call by what a function makes of them."""
 
-    def again(*given: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
-        made = {t: by(t) for t in inputs}
-        return call.clone([made.get(t, t) for t in given]).outputs
+    def again(*operands: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
+        replaced = {t: replace(t) for t in inputs}
+        return call.clone([replaced.get(t, t) for t in operands]).outputs
 
     if inputs:
         call.graph.replace([call], again)
@@ -139,11 +139,11 @@ def _shards_of(variable: popxl.Tensor | None) -> _Shards | None:
     """The shards of a variable, if each replica of its group has one. Halves come as float32, for their gradients."""
     if not isinstance(variable, Variable) or variable.piece is None:
         return None
-    group, piece = variable.replica_grouping, variable.piece
-    if not group.is_const or shard_count(variable.nelms, piece.nelms, group.group_size) < group.group_size:
+    group, shard = variable.replica_grouping, variable.piece
+    if not group.is_const or shard_count(variable.nelms, shard.nelms, group.group_size) < group.group_size:
         return None
-    dtype = popxl.float32 if piece.dtype.is_half else piece.dtype
-    return _Shards(popxl.TensorSpec(piece.shape, dtype, piece.meta_shape), group)
+    dtype = popxl.float32 if shard.dtype.is_half else shard.dtype
+    return _Shards(popxl.TensorSpec(shard.shape, dtype, shard.meta_shape), group)
 
 
 @dataclass
@@ -157,11 +157,11 @@ class _Copies:
     def read_only_inputs(self, graph: popxl.Graph) -> set[popxl.Tensor]:
         """Inputs of a graph that it reads, and neither overwrites nor returns."""
         if graph not in self._read_only:
-            read, written = {t for op in graph.ops for t in op.inputs}, written_inputs(graph)
+            operands, overwritten = {t for op in graph.ops for t in op.inputs}, written_inputs(graph)
             self._read_only[graph] = {
                 t
                 for i, t in enumerate(graph.inputs)
-                if t in read and i not in written and not t.by_ref and t not in graph.outputs
+                if t in operands and i not in overwritten and not t.by_ref and t not in graph.outputs
             }
         return self._read_only[graph]
 
@@ -176,8 +176,8 @@ class _Copies:
         (run,) = op.runs
         callee = run.graph
         is_differentiated = callee not in self.differentiated and callee.differentiable and callee.derivative is None
-        own = {inner for inner, outer in zip(run.inputs, run.operands, strict=False) if outer is t}
-        return is_differentiated and run.is_bound and own <= self.read_only_inputs(callee)
+        inner_inputs = {inner for inner, outer in zip(run.inputs, run.operands, strict=False) if outer is t}
+        return is_differentiated and run.is_bound and inner_inputs <= self.read_only_inputs(callee)
 
     def copy(self, graph: popxl.Graph, shards: _ByInput) -> popxl.Graph:
         """Copy a graph, with shards for some inputs, by position. What it reads itself, it gathers first."""
@@ -193,34 +193,34 @@ class _Copies:
                 graph.ir.remove_graph(graph)
 
     def _copy(self, graph: popxl.Graph, shards: _ByInput) -> popxl.Graph:
-        passed = {t: shards[i] for i, t in enumerate(graph.inputs) if i in shards and self.is_only_passed(graph, t)}
+        relayed = {t: shards[i] for i, t in enumerate(graph.inputs) if i in shards and self.is_only_passed(graph, t)}
         callees = {}
         for op in graph.ops:
-            if not passed.keys().isdisjoint(op.inputs):
+            if not relayed.keys().isdisjoint(op.inputs):
                 (run,) = op.runs
-                callees[op] = self.copy(run.graph, {j: passed[t] for j, t in enumerate(run.operands) if t in passed})
+                callees[op] = self.copy(run.graph, {j: relayed[t] for j, t in enumerate(run.operands) if t in relayed})
         copy = graph.ir.create_empty_graph(graph.name.partition("_subgraph")[0])
-        own = [
+        inputs = [
             copy.add_input(shards[i].spec if i in shards else t.spec, t.name, t.by_ref, t.path)
             for i, t in enumerate(graph.inputs)
         ]
         gathers = {
-            t: partial(_gathered, own[i], t, shards[i].group)
+            t: partial(_gathered, inputs[i], t, shards[i].group)
             for i, t in enumerate(graph.inputs)
-            if i in shards and t not in passed
+            if i in shards and t not in relayed
         }
-        given = {t: twin for t, twin in zip(graph.inputs, own, strict=True) if t not in gathers}
+        bindings = {t: twin for t, twin in zip(graph.inputs, inputs, strict=True) if t not in gathers}
         lookups = {}
         for op in (op for op in graph.ops if picks_rows(op) and op.inputs[0] in gathers):
             table, indices = op.inputs
             i = graph.inputs.index(table)
             if indices not in gathers and is_looked_up_cheaper(table.shape, indices, shards[i].group):
-                lookups[op] = partial(_looked_up, own[i], table, indices, shards[i].group)
+                lookups[op] = partial(_looked_up, inputs[i], table, indices, shards[i].group)
         calls_before = dict(zip(graph.ops, accumulate((op in callees for op in graph.ops), initial=0), strict=False))
         transfers = Transfers(fetched=gathers, period=calls_before.get)
-        _, of = copy_graph(graph, transfers, copy, given, callees, lookups)
+        _, copied = copy_graph(graph, transfers, copy, bindings, callees, lookups)
         _release_before_calls(copy)
-        copy.show_as({of[t]: f"{t.path}_all_gathered" for t in gathers if t in of})
+        copy.show_as({copied[t]: f"{t.path}_all_gathered" for t in gathers if t in copied})
         return copy
 
 
@@ -235,6 +235,6 @@ def _looked_up(
     table: popxl.Tensor,
     indices: popxl.Tensor,
     group: popxl.ReplicaGrouping,
-    of: Mapping[popxl.Tensor, popxl.Tensor],
+    copied: Mapping[popxl.Tensor, popxl.Tensor],
 ) -> popxl.Tensor:
-    return look_up_rows(shard, of[indices], table.dtype, group)
+    return look_up_rows(shard, copied[indices], table.dtype, group)

@@ -111,20 +111,20 @@ def candidates(info: GradGraphInfo) -> list[Activation]:
     forward = info.forward_graph
     provided = {e.fwd_tensor for e in info.expected_inputs if not e.is_activation}
     wanted = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
-    found: list[popxl.Tensor] = []
+    tensors: list[popxl.Tensor] = []
     for op in reversed(forward.ops):
         if wanted.isdisjoint(op.outputs) or has_effect(op) or op.modified:
             continue
-        found += [t for t in reversed(op.outputs) if t in wanted and t not in provided]
+        tensors += [t for t in reversed(op.outputs) if t in wanted and t not in provided]
         wanted.update(op.inputs)
-    taken = Counter[str]()
+    path_counts = Counter[str]()
     activations, gathered = [], gathered_weights_of(forward)
-    for t in reversed(found):
-        made_by, name = _origin(t)
+    for t in reversed(tensors):
+        producer, name = _origin(t)
         path = _GIVEN.sub("", name)
-        taken[path] += 1
-        path = path if taken[path] == 1 else f"{path}#{taken[path]}"
-        activations.append(Activation(t, made_by, path, name, t in gathered))
+        path_counts[path] += 1
+        path = path if path_counts[path] == 1 else f"{path}#{path_counts[path]}"
+        activations.append(Activation(t, producer, path, name, t in gathered))
     return activations
 
 
@@ -140,16 +140,16 @@ def activations_of(info: GradGraphInfo) -> list[Activation]:
         >>> [(each.path, each.nbytes) for each in activations_of(popxl.transforms.autodiff(graph))]
         [('tanh_out', 24), ('exp_out', 24)]
     """
-    read = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
-    return [each for each in candidates(info) if each.tensor in read]
+    activations = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
+    return [a for a in candidates(info) if a.tensor in activations]
 
 
 def _origin(t: popxl.Tensor) -> tuple[popxl.Op, str]:
     """The op that computes a tensor, within graphs that are called, and the tensor's path after their names."""
-    within = list(through_calls(t))
-    producers = [each.producer for each in within if each.producer is not None]  # the last one may be an input
-    names = [each.graph.name.partition("_subgraph")[0] for each in within[1:]]
-    return producers[-1], ".".join([*names, within[-1].path])
+    sources = list(through_calls(t))
+    producers = [origin.producer for origin in sources if origin.producer is not None]  # the last one may be an input
+    names = [origin.graph.name.partition("_subgraph")[0] for origin in sources[1:]]
+    return producers[-1], ".".join([*names, sources[-1].path])
 
 
 class PlannedActivation(BaseModel):
@@ -189,19 +189,19 @@ class GraphPlan(BaseModel):
 
     def bytes(self, treatment: Treatment) -> int:
         """Total bytes of activations with a treatment, over all calls."""
-        return self.calls * sum(each.bytes for each in self.activations if each.treatment == treatment)
+        return self.calls * sum(a.bytes for a in self.activations if a.treatment == treatment)
 
     def paths(self, treatment: Treatment) -> tuple[str, ...]:
         """Paths of activations with a given treatment."""
-        return tuple(each.path for each in self.activations if each.treatment == treatment)
+        return tuple(a.path for a in self.activations if a.treatment == treatment)
 
     def with_treatment(self, treatment: Treatment, patterns: Iterable[str]) -> Self:
         """Copy of the plan with a new treatment for activations whose paths match any pattern."""
         lines = [
-            each.model_copy(update={"treatment": treatment})
-            if any(fnmatch.fnmatchcase(each.path, pattern) for pattern in patterns)
-            else each
-            for each in self.activations
+            a.model_copy(update={"treatment": treatment})
+            if any(fnmatch.fnmatchcase(a.path, pattern) for pattern in patterns)
+            else a
+            for a in self.activations
         ]
         return self.model_copy(update={"activations": tuple(lines)})
 
@@ -276,8 +276,8 @@ class MemoryPlan(OnPage, BaseModel):
             ValueError: for an unknown treatment, a pattern that matches no activation, and `calls` with a step.
         """
         if treatment not in get_args(Treatment):
-            known_ones = ", ".join(map(repr, get_args(Treatment)))
-            raise ValueError(f"with_treatments: `treatment` is {treatment!r}; expected one of {known_ones}.")
+            treatments = ", ".join(map(repr, get_args(Treatment)))
+            raise ValueError(f"with_treatments: `treatment` is {treatment!r}; expected one of {treatments}.")
         check_type(calls, slice, "with_treatments: `calls`", "a slice, such as `slice(8)` for the first eight calls")
         for pattern in patterns:
             check_type(pattern, str, "with_treatments: each of `patterns`", "a path as the plan prints it, such as '*'")
@@ -285,28 +285,28 @@ class MemoryPlan(OnPage, BaseModel):
             raise TypeError(f"with_treatments: `calls` is {calls}; expected integers, such as `slice(8)`.")
         if calls.step not in (None, 1):
             raise ValueError(f"with_treatments: `calls` is {calls}; expected calls that follow each other, so no step.")
-        known = [each.path for graph in self.graphs for each in graph.activations]
-        if missing := [pattern for pattern in patterns if not fnmatch.filter(known, pattern)]:
-            raise ValueError(matches_nothing("with_treatments", missing, known))
-        totals, done = self._calls(), Counter[str]()
+        paths = [activation.path for graph in self.graphs for activation in graph.activations]
+        if missing := [pattern for pattern in patterns if not fnmatch.filter(paths, pattern)]:
+            raise ValueError(matches_nothing("with_treatments", missing, paths))
+        totals, calls_before = self._calls(), Counter[str]()
         graphs: list[GraphPlan] = []
         for graph in self.graphs:
-            first, last = done[graph.graph], done[graph.graph] + graph.calls
+            first, last = calls_before[graph.graph], calls_before[graph.graph] + graph.calls
             start, stop, _ = calls.indices(totals[graph.graph])
-            done[graph.graph] = last
+            calls_before[graph.graph] = last
             bounds = sorted({first, last, *(bound for bound in (start, stop) if first < bound < last)})
             for begin, end in pairwise(bounds):
-                part = graph.model_copy(update={"calls": end - begin})
-                part = part.with_treatment(treatment, patterns) if start <= begin < stop else part
-                graphs.append(part)
+                segment = graph.model_copy(update={"calls": end - begin})
+                segment = segment.with_treatment(treatment, patterns) if start <= begin < stop else segment
+                graphs.append(segment)
         return self.model_copy(update={"graphs": tuple(_merged(graphs))})
 
     @property
     def besides(self) -> str:
         """What the plan says besides activations: "4 micro-batches, the state of the optimiser on the host"."""
-        divided = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
-        away = "the state of the optimiser on the host" if self.optimizer_state == "host" else ""
-        return ", ".join(each for each in (divided, away) if each)
+        batches = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        state = "the state of the optimiser on the host" if self.optimizer_state == "host" else ""
+        return ", ".join(text for text in (batches, state) if text)
 
     def _calls(self) -> Counter[str]:
         totals = Counter[str]()
@@ -316,42 +316,41 @@ class MemoryPlan(OnPage, BaseModel):
 
     def page(self) -> Page:
         """What `print` and notebooks show."""
-        parts: list[str | Table] = [f"In addition: {self.besides}."] if self.besides else []
+        content: list[str | Table] = [f"In addition: {self.besides}."] if self.besides else []
         if self.budget:
             calls = f", with called graphs {self.called_graphs}" if self.called_graphs else ""
-            parts.append(f"It was made for {bytes_text(self.budget)} of a device{calls}.")
-        totals, done = self._calls(), Counter[str]()
+            content.append(f"It was made for {bytes_text(self.budget)} of a device{calls}.")
+        totals, calls_before = self._calls(), Counter[str]()
         for graph in self.graphs:
-            total, first = totals[graph.graph], done[graph.graph] + 1
-            done[graph.graph] += graph.calls
+            total, first = totals[graph.graph], calls_before[graph.graph] + 1
+            calls_before[graph.graph] += graph.calls
             if graph.calls == total:
                 calls = "called once" if total == 1 else f"called {total} times"
             else:
-                numbers = f"call {first}" if graph.calls == 1 else f"calls {first} to {done[graph.graph]}"
+                numbers = f"call {first}" if graph.calls == 1 else f"calls {first} to {calls_before[graph.graph]}"
                 calls = f"{numbers} of {total}"
-            kept, again, away = (bytes_text(graph.bytes(each)) for each in get_args(Treatment))
-            parts.append(f"{graph.graph}, {calls}: {kept} kept, {again} recomputed, {away} offloaded")
-            rows = [
-                [each.path, each.line, bytes_text(each.bytes), each.treatment, str(each.operations)]
-                for each in graph.activations
-            ]
-            parts.append(Table(["activation", "line", "bytes", "treatment", "operations to recompute it"], rows))
+            kept_bytes, recomputed, offloaded = (
+                bytes_text(graph.bytes(treatment)) for treatment in get_args(Treatment)
+            )
+            content.append(f"{graph.graph}, {calls}: {kept_bytes} kept, {recomputed} recomputed, {offloaded} offloaded")
+            rows = [[a.path, a.line, bytes_text(a.bytes), a.treatment, str(a.operations)] for a in graph.activations]
+            content.append(Table(["activation", "line", "bytes", "treatment", "operations to recompute it"], rows))
         if not self.graphs:
-            parts.append("The gradients read no activations that could be recomputed.")
-        return Page("Memory plan", parts)
+            content.append("The gradients read no activations that could be recomputed.")
+        return Page("Memory plan", content)
 
 
 def _merged(groups: Iterable[GraphPlan]) -> Iterator[GraphPlan]:
     """Merge consecutive groups of calls with equal treatments."""
-    for (graph, activations), same in groupby(groups, key=lambda each: (each.graph, each.activations)):
-        yield GraphPlan(graph=graph, calls=sum(each.calls for each in same), activations=activations)
+    for (graph, activations), plans in groupby(groups, key=lambda plan: (plan.graph, plan.activations)):
+        yield GraphPlan(graph=graph, calls=sum(plan.calls for plan in plans), activations=activations)
 
 
-def matches_nothing(who: str, missing: Sequence[str], known: Sequence[str]) -> str:
-    shown = listed(known, most=12)
+def matches_nothing(caller: str, missing: Sequence[str], paths: Sequence[str]) -> str:
+    listing = listed(paths, most=12)
     return (
-        f"{who}: {', '.join(map(repr, missing))} match no activation. There are {shown or 'none'}; `*` stands for any "
-        "characters."
+        f"{caller}: {', '.join(map(repr, missing))} match no activation. There are {listing or 'none'}; `*` stands for "
+        "any characters."
     )
 
 

@@ -81,9 +81,9 @@ def recompute_graph(
     if not keep and not offload:
         recomputed, bound = _recompute_all(info)
     else:
-        known = candidates(info)
-        kept = _chosen("keep", keep, known, info)
-        recomputed, bound = recompute_activations(info, kept, _chosen("offload", offload, known, info))
+        activations = candidates(info)
+        kept_tensors = _chosen("keep", keep, activations, info)
+        recomputed, bound = recompute_activations(info, kept_tensors, _chosen("offload", offload, activations, info))
     # Bindings of the named inputs: inputs of the new graph, except for activations.
     inputs = recomputed.graph.inputs
     named = {name: bound[t] for name, t in grad_graph.args.to_dict().items() if bound[t] in inputs}
@@ -91,7 +91,7 @@ def recompute_graph(
 
 
 _Bound = dict[popxl.Tensor, popxl.Tensor]
-"""What the inputs of a gradient graph are bound to, in the graph that calls it."""
+"""Bindings of the inputs of a gradient graph, in its caller."""
 
 
 def _recompute_all(info: GradGraphInfo) -> tuple[GradGraphInfo, _Bound]:
@@ -101,14 +101,16 @@ def _recompute_all(info: GradGraphInfo) -> tuple[GradGraphInfo, _Bound]:
     graph = forward.ir.create_empty_graph(suffix_graph_name(grad.name, "recomp"))
     with graph:
         inputs = add_recompute_inputs(info)
-        of = {connection: t for t, connection in inputs.items()}
+        inputs_by = {connection: t for t, connection in inputs.items()}
         bound = {
-            t: of[expected.fwd_tensor, expected.connection_type]
+            t: inputs_by[expected.fwd_tensor, expected.connection_type]
             for t, expected in zip(grad.inputs, info.expected_inputs, strict=False)
             if not expected.is_activation
         }
         bound |= _further_inputs(info)
-        site = ops.call_with_info(forward, inputs_dict={t: of[t, ExpectedConnectionType.Fwd] for t in forward.inputs})
+        site = ops.call_with_info(
+            forward, inputs_dict={t: inputs_by[t, ExpectedConnectionType.Fwd] for t in forward.inputs}
+        )
         bound |= info.inputs_dict(site)
         for result in ops.call(grad, inputs_dict=bound):
             popxl.graph_output(result)
@@ -139,55 +141,55 @@ def recompute_activations(
     gradients = [
         (t, e.fwd_tensor) for t, e in zip(grad.inputs, info.expected_inputs, strict=False) if not e.is_activation
     ]
-    read = {t: e.fwd_tensor for t, e in zip(grad.inputs, info.expected_inputs, strict=False) if e.is_activation}
-    again, taken = recomputed_ops(info, {*keep, *offload})
+    activations = {t: e.fwd_tensor for t, e in zip(grad.inputs, info.expected_inputs, strict=False) if e.is_activation}
+    recomputed, saved = recomputed_ops(info, {*keep, *offload})
     inputs, outputs = {*forward.inputs}, {*forward.outputs}
-    away = {t: _offloaded(t) for t in sorted(offload, key=lambda t: t.id) if t in taken}
-    for t in taken:
-        if t not in inputs and t not in away and t not in outputs:
+    host_copies = {t: _offloaded(t) for t in sorted(offload, key=lambda t: t.id) if t in saved}
+    for t in saved:
+        if t not in inputs and t not in host_copies and t not in outputs:
             forward.add_output(t)
     graph = forward.ir.create_empty_graph(suffix_graph_name(grad.name, "recomp"))
     with graph, popxl.in_sequence(False):
         bound = {t: graph.add_input_like(t) for t, _ in gradients}
         first = next(iter(bound.values()))
-        of: _Bound = {}
-        expected = [(of_t, FwdGrad) for _, of_t in gradients]
-        for t in taken:
-            source = away.get(t, t)
+        values: _Bound = {}
+        expected = [(forward_t, FwdGrad) for _, forward_t in gradients]
+        for t in saved:
+            source = host_copies.get(t, t)
             expected.append((source, Fwd))
-            given = graph.add_input_like(source)
-            of[t] = ops.reload(ops.available_after(given, first)) if t in away else given
+            saved_input = graph.add_input_like(source)
+            values[t] = ops.reload(ops.available_after(saved_input, first)) if t in host_copies else saved_input
         bound |= _further_inputs(info)
         if as_read:
-            missing = {t: of_t for t, of_t in read.items() if of_t not in of}
-            bound |= {t: of[of_t] for t, of_t in read.items() if t not in missing}
+            missing = {t: forward_t for t, forward_t in activations.items() if forward_t not in values}
+            bound |= {t: values[forward_t] for t, forward_t in activations.items() if t not in missing}
 
             def compute(t: popxl.Tensor, latest: popxl.Tensor | None) -> popxl.Tensor:
-                _compute(again.leading_to(t, of), of, first if latest is None else latest, inputs)
-                return _forward_tensor(t, of)
+                _compute(recomputed.leading_to(t, values), values, first if latest is None else latest, inputs)
+                return _forward_tensor(t, values)
 
-            fetched = {t: partial(compute, of_t) for t, of_t in missing.items()}
+            fetched = {t: partial(compute, forward_t) for t, forward_t in missing.items()}
             _, copies = copy_graph(grad, Transfers(fetched=fetched), graph, bound)
             return make_grad_graph_info(forward, graph, expected, info.outputs), bound | copies
-        _compute(again, of, first, inputs)
-        bound |= {t: _forward_tensor(of_t, of) for t, of_t in read.items()}
+        _compute(recomputed, values, first, inputs)
+        bound |= {t: _forward_tensor(forward_t, values) for t, forward_t in activations.items()}
         for t in _ordered(ops.call(grad, inputs_dict=bound)):
             popxl.graph_output(t)
     return make_grad_graph_info(forward, graph, expected, info.outputs), bound
 
 
 def _ordered(results: Sequence[popxl.Tensor]) -> list[popxl.Tensor]:
-    """Results of a backward call: all after those that are shared out, the first also after the others.
+    """Results of a backward call: all after reduce-scattered ones, the first also after the others.
 
     The layer before begins to recompute with the first gradient, usually that of the layer's input. XLA puts off what
     nothing waits for, such as gradients of weights, and keeps the operands of their products and sums.
     """
     shards = [t for t in results if t.meta_shape]
-    first, *others = (t if t.meta_shape else available_after_all(t, shards) for t in results)
-    for t in others:
+    first, *later = (t if t.meta_shape else available_after_all(t, shards) for t in results)
+    for t in later:
         if not (t.meta_shape or first.meta_shape):
             first = scheduled_after(first, t)
-    return [first, *others]
+    return [first, *later]
 
 
 class RecomputedOps(NamedTuple):
@@ -204,63 +206,63 @@ class RecomputedOps(NamedTuple):
     saved: set[popxl.Tensor]
     reads: set[popxl.Tensor]
 
-    def leading_to(self, t: popxl.Tensor, there: Container[popxl.Tensor]) -> RecomputedOps:
-        """The ops among these that compute a tensor from those that are there."""
-        makers = {made: i for i, (op, _) in enumerate(self.ops) for made in op.outputs}
+    def leading_to(self, t: popxl.Tensor, available: Container[popxl.Tensor]) -> RecomputedOps:
+        """The subset of ops that compute a tensor from `available` ones."""
+        makers = {result: i for i, (op, _) in enumerate(self.ops) for result in op.outputs}
         needed = set[int]()
         wanted = [t]
         while wanted:
-            number = makers.get(t) if (t := wanted.pop()) not in there else None
+            number = makers.get(t) if (t := wanted.pop()) not in available else None
             if number is not None and number not in needed:
                 needed.add(number)
                 wanted += self.ops[number][0].inputs
         return self._replace(ops=[self.ops[i] for i in sorted(needed)])
 
 
-def _compute(again: RecomputedOps, of: _Bound, first: popxl.Tensor, available: set[popxl.Tensor]) -> None:
+def _compute(recomputed: RecomputedOps, values: _Bound, first: popxl.Tensor, available: set[popxl.Tensor]) -> None:
     """Copy ops into the current graph.
 
     Args:
-        of: tensors of the current graph for those of the forward graph; the results are added.
+        values: tensors of the current graph by those of the forward graph; extended by the results.
         first: the gradient that the copies wait for.
         available: inputs of their graph that do not wait for it.
     """
-    waiting = again.reads.intersection(of) - again.saved - available
-    held: _Bound = {}
-    for op, within in again.ops:
+    waiting = recomputed.reads.intersection(values) - recomputed.saved - available
+    delayed: _Bound = {}
+    for op, inner in recomputed.ops:
         with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
-            if within is not None:
-                _compute_in_part(op, within, of, first, waiting)
+            if inner is not None:
+                _compute_in_part(op, inner, values, first, waiting)
                 continue
             for t in _to_wait(op, waiting, available):
-                held[t] = recomputed_after(_forward_tensor(t, of), first)
+                delayed[t] = recomputed_after(_forward_tensor(t, values), first)
                 waiting.add(t)
-            of |= zip(op.outputs, _computed(op, of, held), strict=False)
+            values |= zip(op.outputs, _computed(op, values, delayed), strict=False)
         waiting.update(op.outputs)
 
 
-def _computed(op: Op, of: _Bound, held: _Bound) -> Sequence[popxl.Tensor]:
-    """Results of an op in the current graph: all, or the first one, if it is computed from others that are there.
+def _computed(op: Op, values: _Bound, delayed: _Bound) -> Sequence[popxl.Tensor]:
+    """Results of an op in the current graph: recomputed, or the first one from available others.
 
-    In the latter case the gradient, too, reads the operands that wait: XLA computes once what both compute of these.
+    In the latter case the gradient, too, reads the delayed operands: XLA then merges their common computations.
 
     Args:
-        held: operands that wait, which differ from those of the gradient.
+        delayed: operands that wait for a gradient; the gradient reads them without.
     """
-    inputs = [held[t] if t in held else _forward_tensor(t, of) for t in op.inputs]
-    short = op.kind.recomputed_from
-    if short is None or not all(op.outputs[i] in of for i in short.results):
+    inputs = [delayed[t] if t in delayed else _forward_tensor(t, values) for t in op.inputs]
+    rule = op.kind.recomputed_from
+    if rule is None or not all(op.outputs[i] in values for i in rule.results):
         return op.clone(inputs).outputs
-    of |= {t: held[t] for t in op.inputs if t in held}
-    given = [of[op.outputs[i]] for i in short.results]
-    return [short.function(*given, **op.attributes | dict(zip(op.operand_names(), inputs, strict=True)))]
+    values |= {t: delayed[t] for t in op.inputs if t in delayed}
+    saved = [values[op.outputs[i]] for i in rule.results]
+    return [rule.function(*saved, **op.attributes | dict(zip(op.operand_names(), inputs, strict=True)))]
 
 
 def _to_wait(op: Op, waiting: set[popxl.Tensor], available: set[popxl.Tensor]) -> list[popxl.Tensor]:
-    """Operands that have to wait, so that the results do.
+    """Operands to delay, so that the results wait.
 
-    One operand that waits is enough, such as a weight that is transposed here. Of attention, all have to: scores, which
-    are the most of it, are computed without the values.
+    One delayed operand is enough, such as a weight that is transposed here. Attention needs all: its scores, the
+    largest part, are computed without the values.
     """
     activations = [t for t in op.inputs if not (t in waiting or t in available or isinstance(t, Constant))]
     if is_attention(op) and activations:
@@ -269,77 +271,77 @@ def _to_wait(op: Op, waiting: set[popxl.Tensor], available: set[popxl.Tensor]) -
 
 
 def _compute_in_part(
-    call: Op, within: RecomputedOps, of: _Bound, first: popxl.Tensor, waiting: set[popxl.Tensor]
+    call: Op, inner_ops: RecomputedOps, values: _Bound, first: popxl.Tensor, waiting: set[popxl.Tensor]
 ) -> None:
-    """Copy some ops of a called graph into the current graph, in place of the call. Adds its results to `of`, and those
-    that wait for `first` to `waiting`."""
+    """Copy some ops of a called graph into the current graph, in place of the call. Extends `values` by its results, and
+    `waiting` by those that wait for `first`."""
     (run,) = call.runs
-    inputs = {inner: t for inner, t in zip(run.inputs, run.operands, strict=True) if inner in within.reads}
+    inputs = {inner: t for inner, t in zip(run.inputs, run.operands, strict=True) if inner in inner_ops.reads}
     outputs = [*zip(run.outputs, call.outputs, strict=True)]
-    given = inputs | {inner: t for inner, t in outputs if inner in within.saved and t in of}
-    inner_of = {inner: _forward_tensor(t, of) for inner, t in given.items()}
-    _compute(within, inner_of, first, {inner for inner, t in inputs.items() if t not in waiting})
-    of |= {t: inner_of[inner] for inner, t in given.items()}
+    known_values = inputs | {inner: t for inner, t in outputs if inner in inner_ops.saved and t in values}
+    inner_values = {inner: _forward_tensor(t, values) for inner, t in known_values.items()}
+    _compute(inner_ops, inner_values, first, {inner for inner, t in inputs.items() if t not in waiting})
+    values |= {t: inner_values[inner] for inner, t in known_values.items()}
     for inner, t in outputs:
-        if inner in inner_of:
-            of.setdefault(t, inner_of[inner])
-            if inner not in given:
+        if inner in inner_values:
+            values.setdefault(t, inner_values[inner])
+            if inner not in known_values:
                 waiting.add(t)
 
 
-def _forward_tensor(t: popxl.Tensor, of: _Bound) -> popxl.Tensor:
+def _forward_tensor(t: popxl.Tensor, values: _Bound) -> popxl.Tensor:
     """A tensor of the forward graph, in the current graph."""
-    if isinstance(t, Constant) and t not in of:
-        of[t] = popxl.constant(t.data, t.dtype, t.name)
-    return of[t]
+    if isinstance(t, Constant) and t not in values:
+        values[t] = popxl.constant(t.data, t.dtype, t.name)
+    return values[t]
 
 
-def recomputed_ops(info: GradGraphInfo, given: Collection[popxl.Tensor]) -> tuple[RecomputedOps, list[popxl.Tensor]]:
+def recomputed_ops(info: GradGraphInfo, saved: Collection[popxl.Tensor]) -> tuple[RecomputedOps, list[popxl.Tensor]]:
     """Ops to recompute for the reads of a gradient, and forward tensors for their saved inputs.
 
     Args:
-        given: tensors of the forward graph to take, except transposed inputs. Outputs whose gradients are provided are
-            taken, too, as the caller has them, and what ops with effects make.
+        saved: tensors of the forward graph to save, except transposed inputs. Outputs with provided gradients are
+            saved, too, as the caller has them, and results of ops with effects.
 
     Returns:
         The ops in order; and the tensors: the inputs of the forward graph, then computed ones.
     """
     known = {
-        *(t for t in given if not is_transposed_input(t)),
+        *(t for t in saved if not is_transposed_input(t)),
         *(e.fwd_tensor for e in info.expected_inputs if not e.is_activation),
     }
-    again = _leading(info.forward_graph, {e.fwd_tensor for e in info.expected_inputs if e.is_activation}, known)
-    inputs = [t for t in info.forward_graph.inputs if t in again.reads]
-    return again, inputs + sorted(again.saved, key=lambda t: t.id)
+    recomputed = _leading(info.forward_graph, {e.fwd_tensor for e in info.expected_inputs if e.is_activation}, known)
+    inputs = [t for t in info.forward_graph.inputs if t in recomputed.reads]
+    return recomputed, inputs + sorted(recomputed.saved, key=lambda t: t.id)
 
 
-def _leading(graph: popxl.Graph, wanted: Iterable[popxl.Tensor], known: set[popxl.Tensor]) -> RecomputedOps:
+def _leading(graph: popxl.Graph, wanted: Iterable[popxl.Tensor], known_values: set[popxl.Tensor]) -> RecomputedOps:
     """Ops of a graph that lead from its inputs and known tensors to wanted ones, within called graphs, too."""
-    again = RecomputedOps([], set(), {*wanted})
+    leading = RecomputedOps([], set(), {*wanted})
     for op in reversed(graph.ops):
-        read = again.reads.intersection(op.outputs)
-        taken = read if has_effect(op) or op.modified else read & known
-        again.saved.update(taken)
-        if taken == read:
+        reads = leading.reads.intersection(op.outputs)
+        saved = reads if has_effect(op) or op.modified else reads & known_values
+        leading.saved.update(saved)
+        if saved == reads:
             continue
-        if is_call(op) and not known.isdisjoint(op.outputs):
+        if is_call(op) and not known_values.isdisjoint(op.outputs):
             (run,) = op.runs
             pairs = [*zip(run.outputs, op.outputs, strict=True)]
-            within = _leading(
-                run.graph, {i for i, t in pairs if t in read - taken}, {i for i, t in pairs if t in known}
+            inner = _leading(
+                run.graph, {i for i, t in pairs if t in reads - saved}, {i for i, t in pairs if t in known_values}
             )
-            again.saved.update(t for i, t in pairs if i in within.saved and t in known)
-            again.reads.update(t for i, t in zip(run.inputs, run.operands, strict=True) if i in within.reads)
-            again.ops.append((op, within))
+            leading.saved.update(t for i, t in pairs if i in inner.saved and t in known_values)
+            leading.reads.update(t for i, t in zip(run.inputs, run.operands, strict=True) if i in inner.reads)
+            leading.ops.append((op, inner))
         else:
-            again.reads.update(op.inputs)
-            again.ops.append((op, None))
-    again.ops.reverse()
-    return again
+            leading.reads.update(op.inputs)
+            leading.ops.append((op, None))
+    leading.ops.reverse()
+    return leading
 
 
 def _offloaded(t: popxl.Tensor) -> popxl.Tensor:
-    """Have a forward graph hand out an activation in the memory of the host."""
+    """Add an output to a forward graph: a copy of an activation in host memory."""
     with t.graph, get_current_context().set(ipu_id=t.location[0], io_tile_set=bool(t.location[1])):
         copy = ops.offload(t)
     t.graph.add_output(copy)
@@ -347,35 +349,40 @@ def _offloaded(t: popxl.Tensor) -> popxl.Tensor:
 
 
 def _chosen(
-    name: str, given: MemoryPolicy | Iterable[str | popxl.Tensor], known: Sequence[Activation], info: GradGraphInfo
+    name: str,
+    selection: MemoryPolicy | Iterable[str | popxl.Tensor],
+    activations: Sequence[Activation],
+    info: GradGraphInfo,
 ) -> set[popxl.Tensor]:
     """The tensors of the forward graph that an argument names."""
-    if isinstance(given, str):
-        policy = next((policy for policy in get_args(MemoryPolicy) if policy == given and name == "keep"), None)
+    if isinstance(selection, str):
+        policy = next((policy for policy in get_args(MemoryPolicy) if policy == selection and name == "keep"), None)
         if policy is None:
             raise ValueError(
-                f"recompute_graph: `{name}` is {given!r}; expected "
+                f"recompute_graph: `{name}` is {selection!r}; expected "
                 + (f"a policy, one of {', '.join(map(repr, get_args(MemoryPolicy)))}, or " if name == "keep" else "")
                 + "a list of tensors and paths."
             )
-        return {each.tensor for each in known if is_kept_by_policy(policy, each)}
-    check_type(given, Iterable, f"recompute_graph: `{name}`", "a list of tensors and paths")
+        return {item.tensor for item in activations if is_kept_by_policy(policy, item)}
+    check_type(selection, Iterable, f"recompute_graph: `{name}`", "a list of tensors and paths")
     chosen: set[popxl.Tensor] = set()
-    tensors = {a.tensor for a in known} | {*info.forward_graph.inputs, *info.forward_graph.outputs}
-    for each in given:
-        if isinstance(each, popxl.Tensor):
-            if each not in tensors:
+    tensors = {a.tensor for a in activations} | {*info.forward_graph.inputs, *info.forward_graph.outputs}
+    for item in selection:
+        if isinstance(item, popxl.Tensor):
+            if item not in tensors:
                 raise ValueError(
-                    f"recompute_graph: {each!r} in `{name}` is not a tensor of {info.forward_graph.title}, the forward "
+                    f"recompute_graph: {item!r} in `{name}` is not a tensor of {info.forward_graph.title}, the forward "
                     "graph, that the gradient needs. Name one of those that `activations_of` lists."
                 )
-            chosen.add(each)
+            chosen.add(item)
             continue
-        check_type(each, str, f"recompute_graph: each of `{name}`", "a tensor of the forward graph, or a path")
-        found = {a.tensor for a in known if fnmatch.fnmatchcase(a.path, each) or fnmatch.fnmatchcase(a.name, each)}
-        if not found:
-            raise ValueError(matches_nothing(f"recompute_graph: `{name}`", [each], [a.path for a in known]))
-        chosen |= found
+        check_type(item, str, f"recompute_graph: each of `{name}`", "a tensor of the forward graph, or a path")
+        matches = {
+            a.tensor for a in activations if fnmatch.fnmatchcase(a.path, item) or fnmatch.fnmatchcase(a.name, item)
+        }
+        if not matches:
+            raise ValueError(matches_nothing(f"recompute_graph: `{name}`", [item], [a.path for a in activations]))
+        chosen |= matches
     return chosen
 
 
@@ -399,19 +406,19 @@ def add_recompute_inputs(grad_info: GradGraphInfo) -> _Inputs:
     check_type(grad_info, GradGraphInfo, "add_recompute_inputs: `grad_info`", "what `grad_graph_info` of a graph says")
     forward = grad_info.forward_graph
     Fwd = ExpectedConnectionType.Fwd
-    kept = [
+    kept_inputs = [
         (t, expected.fwd_tensor, expected.connection_type)
         for t, expected in zip(grad_info.graph.inputs, grad_info.expected_inputs, strict=False)
         if not expected.is_activation or expected.fwd_tensor in forward.inputs
     ]
-    missing: Iterable[popxl.Tensor] = {*forward.inputs} - {of for _, of, kind in kept if kind is Fwd}
-    kept += [(t, t, Fwd) for t in sorted(missing, key=lambda t: t.name)]
-    return {popxl.gcg().add_input_like(like): (of, kind) for like, of, kind in kept}
+    missing: Iterable[popxl.Tensor] = {*forward.inputs} - {t for _, t, kind in kept_inputs if kind is Fwd}
+    kept_inputs += [(t, t, Fwd) for t in sorted(missing, key=lambda t: t.name)]
+    return {popxl.gcg().add_input_like(like): (t, kind) for like, t, kind in kept_inputs}
 
 
 def _refuse_streams(forward: popxl.Graph) -> None:
     for graph in reachable(forward):
-        for op in (part for each in graph.ops for part in each.parts):
+        for op in (inner_op for inner_graph in graph.ops for inner_op in inner_graph.parts):
             if op.kind.exchange == "stream":
                 raise ValueError(
                     f"recompute_graph: {forward.title} runs {op!r} ({op.source}), which uses the stream "

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 torch_imported = find_spec("torch") is not None
-"""Whether PyTorch can be imported. Nothing here imports it to recognise its objects: who passes one has done so."""
+"""Whether PyTorch is installed. It is not imported: its objects occur only in programs that have done so."""
 
 np_dtype_float8_143 = np.dtype([("float8_143", "u1")])
 np_dtype_float8_152 = np.dtype([("float8_152", "u1")])

@@ -127,7 +127,7 @@ class TensorTruthWarning(PopxlWarning):
 
 
 class UnnamedVariableWarning(PopxlWarning):
-    """A graph input for a variable that no name leads to: its module is not an attribute of the one that calls it."""
+    """A variable input without a name: its module is not an attribute of the calling module."""
 
 
 class UnusedGradientWarning(PopxlWarning):

@@ -227,13 +227,13 @@ class CandidateConfig:
 
     @property
     def format_span(self) -> int:
-        """How many binades the target covers."""
+        """Number of binades of the target format."""
         smallest, largest = find_exponential_range(self.dest_ftype)
         return largest - smallest + 1
 
     @property
     def num_exp_src(self) -> int:
-        """How many binades the histogram distinguishes."""
+        """Number of binades of the histogram."""
         smallest, largest = find_exponential_range(self.src_ftype)
         return largest - smallest
 

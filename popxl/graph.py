@@ -225,12 +225,13 @@ class Graph(NotCopyable):
         return t
 
     def rename(self, t: Tensor, name: str) -> None:
-        """Give a tensor of this graph another name, made unique. Nobody may hold its id yet."""
+        """Rename a tensor of this graph to a unique name, before any reference to its id."""
         self.forget(t)
         self._adopt(t, name)
 
     def show_as(self, paths: Mapping[Tensor, str]) -> None:
-        """Have tensors of this graph shown under paths: see `Tensor.path`. One that is another's name is left out."""
+        """Set the printed paths of tensors of this graph: see `Tensor.path`. Paths that are names of other tensors are
+        left out."""
         for t, path in paths.items():
             if t.graph_ref is self.ref and self._tensors.get(self._prefix + path, t) is t:
                 t._path = path

@@ -37,7 +37,7 @@ __all__ += ["truncated_normal", "uniform", "zeros"]
 Array = np.ndarray
 
 PIECE = 1 << 20
-"""How many elements are made at a time, where all are wanted: the others need no room in a wider dtype meanwhile."""
+"""Number of elements per chunk when all are generated, which bounds temporaries in a wider dtype."""
 
 
 class Initial(BaseModel, ABC):

@@ -174,7 +174,7 @@ class Ir(NotCopyable):
 
     @property
     def adjacent_replicas(self) -> int:
-        """How many replicas have their devices for an IPU side by side, before the devices for the next IPU.
+        """Number of replicas with adjacent devices for an IPU, before the devices for the next IPU.
 
         With 1, the default, all IPUs of a replica are next to each other, within a process or host; with all replicas,
         the stages of a pipeline are as far from each other as can be. The place of `"ipus"` among the axes says it, or

@@ -80,7 +80,7 @@ _NAMES = {
 
 
 def _of_ufunc(t: Tensor, ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """What a function of NumPy's for single elements makes of a tensor: `array + t`, or an error that names the op."""
+    """Apply a NumPy ufunc to a tensor: `array + t`, or an error that names the op."""
     meaning = _OPERATORS.get(ufunc)
     if method == "__call__" and not keywords and meaning is not None and inputs[1] is t:
         return meaning(t, inputs[0])

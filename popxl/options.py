@@ -16,8 +16,8 @@ __all__ = ["MOST_REPLICAS", "OF_THE_RUN", "SessionOptions"]
 MOST_REPLICAS = 2**16
 
 OfTheRun = object()
-"""The mark of an option that touches the machine, by a folder that is named, say. It is for who runs a program, and no
-part of it: a saved program does not have it, and a loaded one has what the environment says."""
+"""Marker of machine-specific options, such as folders. Saved programs leave them out, and loaded ones take them from
+the environment."""
 
 
 class SessionOptions(BaseModel):
@@ -182,7 +182,7 @@ class SessionOptions(BaseModel):
 
 
 OF_THE_RUN = {name for name, field in SessionOptions.model_fields.items() if OfTheRun in field.metadata}
-"""The names of the options that are no part of a program."""
+"""Names of machine-specific options, which saved programs leave out."""
 
 
 def _unknown(name: str) -> AttributeError:

@@ -65,7 +65,7 @@ class ReplicaGrouping:
 
     @property
     def num_groups(self) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return len(self._assignment) // self._group_size
 
     @property
@@ -312,7 +312,7 @@ def grouping_from_assignments(ir: "Ir", assignment: list[int]) -> ReplicaGroupin
 
 
 Groups: TypeAlias = ReplicaGrouping | str | Sequence[str]
-"""What arguments take that say which replicas belong together: a grouping, the name of an axis, or several names."""
+"""Types of grouping arguments: a grouping, the name of an axis, or several names."""
 
 
 def means_groups(value: object) -> TypeGuard[Groups]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorStorage(Enum):
-    """Which memory holds a tensor: the device's own, or the host's."""
+    """Memory that holds a tensor: the device's own, or the host's."""
 
     OnChip = "OnChip"
     OffChip = "OffChip"

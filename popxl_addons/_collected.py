@@ -20,7 +20,7 @@ from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.variable_factory import NamedVariableFactories, VariableFactory
 
 _placeholders_of_build: ContextVar[list[popxl.Tensor]] = ContextVar("_placeholders_of_build")
-"""What the modules of a build add to graphs, linked to each other or not."""
+"""Registry of placeholders that modules of a build add to graphs."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class BuildState:
                 vars(collected).update(contents)
 
     def unnamed(self, graph: popxl.Graph) -> list[popxl.Tensor]:
-        """Placeholders in `graph` that this build has added, and that have no name here."""
+        """Placeholders of this build in `graph` without a name."""
         named = {*self.args.values_flat()}
         return [t for t in _placeholders_of_build.get() if t.graph is graph and t not in named]
 

@@ -9,7 +9,7 @@ import popxl
 from popxl import ops
 
 MicroBatch = Callable[[popxl.Tensor | None], list[popxl.Tensor]]
-"""Function that takes the inputs of a micro-batch, after another tensor is computed if there is one."""
+"""Slice function: inputs of a micro-batch, optionally ordered after another tensor."""
 
 
 class MicroBatches:

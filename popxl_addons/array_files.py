@@ -214,7 +214,7 @@ def _with_entry(path: Path, name: str, look: Callable[[IO[bytes], zipfile.ZipInf
 
 
 class _NpyHeader(NamedTuple):
-    """What a NumPy file says of its array."""
+    """Header of a NumPy file: dtype, shape and order."""
 
     shape: tuple[int, ...]
     by_columns: bool
@@ -241,7 +241,7 @@ DTYPES: dict[str, Any] = {
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
     "C64": np.complex64,
 }  # fmt: skip
-"""What safetensors calls NumPy's dtypes."""
+"""NumPy dtypes by their names in safetensors."""
 
 
 class InSafetensors(NamedTuple):

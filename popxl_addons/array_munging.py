@@ -324,7 +324,7 @@ def pad_axis(x: Any, n: int, axis: int, value: Any = 0) -> np.ndarray:
 
 
 def squeeze_safe(x: Any, axis: int | Sequence[int] | None = None) -> np.ndarray:
-    """As ``np.squeeze``, but axes that are not of size 1 stay.
+    """Squeeze like ``np.squeeze``, but keep axes that are not of size 1.
 
     Args:
         x: array.

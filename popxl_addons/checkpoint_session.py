@@ -300,7 +300,7 @@ class CheckpointSession(popxl.Session):
         self._load(path, report_missing, is_joint)
 
     def _load(self, path: str, report_missing: ReportMissingMethods, is_joint: bool) -> None:
-        """As `load_checkpoint`. `ReplacedError` if another checkpoint takes its place meanwhile."""
+        """Load a checkpoint once. `ReplacedError` if another checkpoint replaces it meanwhile."""
         instance = launched() or Instance()
         share = (instance.instance_index, instance.num_instances) if is_joint else (0, 1)
         caller = f"TaskSession.load_checkpoint, from `{path}`"
@@ -393,7 +393,7 @@ def _checkpoint_name(method: str, checkpoint_dir: Any) -> str:
 
 
 def check_state(state: Any) -> None:
-    """Whether there is something to save under each name. Else nobody would know before the first checkpoint."""
+    """Check that each name of the state can be saved, before the first checkpoint."""
     if not isinstance(state, DotTree):
         raise TypeError(
             f"TaskSession: `state` is a {type(state).__name__}, expected NamedTensors. "

@@ -74,7 +74,7 @@ class Request:
         self.is_done = self.count == 0
 
     def cancel(self) -> None:
-        """Let nothing more come. Its place is free for the next."""
+        """Stop generation, and free the slot."""
         self.is_done = True
 
     def _take(self, column: list[int], ends: frozenset[int]) -> list[int]:

@@ -71,7 +71,7 @@ class GraphWithNamedArgs:
 
     @property
     def grad_graph_info(self) -> GradGraphInfo:
-        """How this gradient graph relates to its forward graph. `AttributeError` for other graphs."""
+        """Relation of this gradient graph to its forward graph."""
         if self._grad_graph_info is None:
             raise AttributeError("`grad_graph_info` attribute does not exist. Not a gradient graph.")
         return self._grad_graph_info
@@ -215,7 +215,7 @@ class BoundGraph:
         return ops.call(self.graph, *targs, inputs_dict=self._inputs_dict(args))
 
     def call_with_info(self, *targs: Any, args: TensorMap | None = None) -> CallSiteInfo:
-        """As `call`, but returns the call site: its ``outputs``, and what finds activations and gradients."""
+        """Call like `call`; returns the call site: its ``outputs``, and accessors of activations and gradients."""
         return ops.call_with_info(self.graph, *targs, inputs_dict=self._inputs_dict(args))
 
     def bind(self, args: TensorMap) -> BoundGraph:

@@ -6,8 +6,8 @@ Several processes that write a checkpoint together have a directory each, with s
                              runs.json, the index of these elements; checksums.json, the digests of all this
     pieces.json              the index, written last: the number of directories, and the arrays with their shapes
 
-A reader of an array need not know its shards, or the replicas that had them: it requests elements (`Elements`), and
-they are read from their place.
+A reader needs no knowledge of the shards, or of the replicas that had them: `LazyArray.elements` reads a range of
+elements from the files that hold it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from popxl_addons.array_files import Format, LazyArray, arrays_in, write_arrays
 
 PIECES, INDEX, RUNS = "pieces", "pieces.json", "runs.json"
 
-Piece = tuple[int, np.ndarray]
-"""Elements of an array, and the number of the first, in the order of the array's rows."""
+Shard = tuple[int, np.ndarray]
+"""Index of the first element in row-major order, and consecutive elements of an array."""
 
 
 class ShardSpec(BaseModel):
@@ -39,7 +39,7 @@ class ShardSpec(BaseModel):
 
     Attributes:
         shape: shape of the array.
-        axis: axis along which parts that are stacked on its first axis are joined; `None` if it is whole.
+        axis: axis to join the parts along that are stacked on the first axis; `None` for an undivided array.
     """
 
     model_config = ConfigDict(frozen=True, defer_build=True)
@@ -107,10 +107,10 @@ class ShardWriter:
             self._report(f"Process {self._number}: {type(problem).__name__}: {problem}")
             raise
 
-    def write(self, pieces: Mapping[str, list[Piece]], format: Format) -> None:
-        """Write the pieces of this process, and report success or failure."""
+    def write(self, shards: Mapping[str, list[Shard]], format: Format) -> None:
+        """Write the shards of this process, and report success or failure."""
         with self.reporting_failures():
-            write_pieces(self.directory, self._number, pieces, format)
+            write_shards(self.directory, self._number, shards, format)
         self._report("")
 
     def problems(self) -> list[str]:
@@ -123,13 +123,13 @@ class ShardWriter:
         self._store.set(f"{self.directory.name}/{self._number}", text)
 
 
-def write_pieces(directory: Path, number: int, pieces: Mapping[str, list[Piece]], format: Format = "npz") -> None:
+def write_shards(directory: Path, number: int, shards: Mapping[str, list[Shard]], format: Format = "npz") -> None:
     """Write and flush one process's shards of a joint checkpoint.
 
     Args:
-        directory: result of `created` in the process that begins the checkpoint.
+        directory: result of `new_checkpoint` in the process that begins the checkpoint.
         number: index of this process, from 0.
-        pieces: shards of arrays, by name.
+        shards: shards of arrays, by name.
         format: as for `write_arrays`.
 
     Raises:
@@ -142,21 +142,21 @@ def write_pieces(directory: Path, number: int, pieces: Mapping[str, list[Piece]]
         )
     folder = directory / PIECES / str(number)
     folder.mkdir(parents=True)
-    contents = {name: _concatenate_pieces(shards) for name, shards in pieces.items() if shards}
+    contents = {name: _concatenate_shards(values) for name, values in shards.items() if values}
     write_arrays(folder, contents, format)
-    runs = {name: [(start, start + elements.size) for start, elements in pieces[name]] for name in contents}
+    runs = {name: [(start, start + elements.size) for start, elements in shards[name]] for name in contents}
     (folder / RUNS).write_bytes(_Runs.dump_json(runs))
     write_checksums(folder)
     bring_to_disk(folder)
 
 
 def write_index(directory: Path, index: Index) -> None:
-    """Write the index of all pieces, which completes a checkpoint."""
+    """Write the index of all shards, which completes a checkpoint."""
     (directory / INDEX).write_text(index.model_dump_json(indent=1), encoding="utf-8")
 
 
-def _concatenate_pieces(pieces: list[Piece]) -> np.ndarray:
-    return pieces[0][1] if len(pieces) == 1 else np.concatenate([elements for _, elements in pieces])
+def _concatenate_shards(shards: list[Shard]) -> np.ndarray:
+    return shards[0][1] if len(shards) == 1 else np.concatenate([elements for _, elements in shards])
 
 
 # Read ---------------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def arrays_of(directory: Path) -> dict[str, LazyArray]:
     Raises:
         UnreadableFileError: if a file is damaged or missing, or holds something that only Python could read.
     """
-    return arrays_in(directory) | _arrays_in_pieces(directory)
+    return arrays_in(directory) | _sharded_arrays(directory)
 
 
 def read_all(array: LazyArray) -> np.ndarray:
@@ -255,7 +255,7 @@ class _ConcatenatedArray:
         return np.concatenate(chunks)
 
 
-def _arrays_in_pieces(directory: Path) -> dict[str, LazyArray]:
+def _sharded_arrays(directory: Path) -> dict[str, LazyArray]:
     path = directory / INDEX
     if not (directory / PIECES).exists():
         return {}
@@ -279,7 +279,7 @@ def _arrays_in_pieces(directory: Path) -> dict[str, LazyArray]:
 def _concatenated_array(
     path: Path, name: str, runs: list[tuple[int, int, LazyArray, int]], spec: ShardSpec
 ) -> LazyArray:
-    """Array from its pieces. `UnreadableFileError` for missing or duplicate ones."""
+    """Array from its shards. `UnreadableFileError` for missing or duplicate ones."""
     size = math.prod(spec.shape)
     ordered = sorted((run for run in runs if run[0] < run[1] or not size), key=itemgetter(0, 1))
     if not ordered or [0, *(stop for _, stop, *_ in ordered)] != [*(start for start, *_ in ordered), size]:

@@ -37,7 +37,7 @@ MEGATRON_ON_A100 = Efficiency(
     depth=64,
     sources=("products, memory, network, dispatch: fitted by `python -m tests.targets.gpt_times --fit`",),
 )
-"""What Megatron-LM attains on A100s: its kernels in half precision, dispatched by PyTorch. See `docs/time.md`."""
+"""Efficiency of Megatron-LM on A100s: its kernels in half precision, dispatched by PyTorch. See `docs/time.md`."""
 
 BYTES_OF_STATE = 18
 """Bytes of a parameter with its gradient and AdamW's state in mixed precision."""

@@ -24,7 +24,7 @@ V = TypeVar("V")
 E = TypeVar("E", bound=Hashable)
 
 WANDB_IMPORTED = "wandb" in sys.modules or importlib.util.find_spec("wandb") is not None
-"""Whether Weights & Biases was there when this was imported. It is imported when there is something to tell."""
+"""Whether Weights & Biases was installed at import. It is imported on first use."""
 
 _logger = logging.getLogger(__name__)
 

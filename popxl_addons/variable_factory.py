@@ -37,7 +37,7 @@ class VariableFactory:
 
     `data_iter` is a callable that returns a host array, or an iterable of host arrays: each array is the value of one
     variable for one replica group. In place of an array there may be a description, such as `popxl.initial.zeros(3)`:
-    then nobody makes the numbers before they are needed. A callable is called once here, as a check, and its result
+    then the numbers are generated on first use. A callable is called once here, as a check, and its result
     dropped; a first element is then taken to learn `shape` and `dtype`, and kept for the first variable.
 
     With `shard_over` > 1 the placeholder is a shard of the value: `meta_shape` is the shape of the data, and `shape` is

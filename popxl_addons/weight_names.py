@@ -103,7 +103,7 @@ GPT2 = Names(
     prefix="transformer.",
     ignored=frozenset({"transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"}),
 )
-"""GPT-2's names. Its weights are not transposed, as they are of its own `Conv1D`, but for a head of its own."""
+"""Names of GPT-2. Its weights are of `Conv1D`, thus not transposed, except for an untied head."""
 
 
 LLAMA = Names(

@@ -216,7 +216,7 @@ def _shape_as_ours(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...] | 
 
 
 def _group_slices(v: Variable, shape: tuple[int, ...], count: int | None) -> list[tuple[np.ndarray, Any]] | None:
-    """For each replica group: target rows and weight slice, `None` for rows beyond `count`; `None` altogether without a
+    """Target rows and weight slice of each replica group, `None` for rows beyond `count`; `None` altogether without a
     fit."""
     groups = v.replica_grouping.num_groups
     rows = [v.data[i, ...] for i in range(groups)] if groups > 1 else [v.data]

@@ -96,7 +96,7 @@ def _bits(number: int) -> Iterator[int]:
 
 
 class _Regions:
-    """Which elements of which storage a tensor shows. Only asked about ops that nothing else tells apart."""
+    """Storage elements that a tensor views, computed on demand for ops whose order is otherwise ambiguous."""
 
     def __init__(self, made_of: dict[Tensor, tuple[Tensor, ...]]) -> None:
         self._storages = made_of

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from popxl.ir import Ir
 
 COPY = "copy between IPUs"
-"""The kind of what IPUs copy from each other."""
+"""Kind of a copy between IPUs."""
 
 CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
 
 
 class Collective(Record):
-    """One exchange of an op.
+    """Exchange of an op between replicas.
 
     Attributes:
         kind: `"all-reduce"`, `"reduce-scatter"`, `"all-gather"`, `"all-to-all"` or `"collective-permute"`.
@@ -216,7 +216,7 @@ def _label(t: Tensor) -> str:
 
 
 def _needed_runs(main: Graph) -> Counter[Op]:
-    """How often a run of a program carries out each op whose results somebody needs."""
+    """Number of executions in a run of each op with needed results."""
     graphs = callees_first(main)
     effects: set[Graph] = set()
     for graph in graphs:

@@ -22,7 +22,7 @@ _PARTS = {
     "attributes": "other attributes",
     "ipu": "another IPU",
 }
-"""What of an op counts, and what to call it."""
+"""Compared attributes of an op, with their names in messages."""
 
 
 class Snapshot:
@@ -67,7 +67,7 @@ class Snapshot:
 
 
 def _settings(ir: Ir) -> dict[str, Any]:
-    """What makes a difference besides the graphs."""
+    """Program settings outside the graphs that affect compilation."""
     return {
         "`ir.num_host_transfers`": ir.num_host_transfers,
         "what streams have of transfers of their own": dict(ir.stream_transfers),
@@ -92,7 +92,7 @@ class _Content:
         return _Content(graph.inputs, tuple(t for t in graph.inputs if t.by_ref), graph.outputs, ops)
 
     def changes(self, graph: Graph, outputs: bool) -> Iterator[str]:
-        """What is different in the graph now."""
+        """Differences between the snapshot and the current graph."""
         now = _Content.from_graph(graph)
         yield from _differences(graph.title, "", self.ops, now.ops)
         yield from _differences(graph.title, "input ", self.inputs, now.inputs)
@@ -106,7 +106,7 @@ class _Content:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Compare parts of an op: attributes (possibly arrays) that nobody has set."""
+    """Compare attribute values of ops, which may be arrays."""
     return a is b or not isinstance(a, Mapping) and a == b
 
 

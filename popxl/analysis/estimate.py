@@ -291,7 +291,7 @@ class _Sum:
 
 
 def _of_ipu(ir: Ir, ipu: int, cycles: int, hardware: Hardware) -> IpuEstimate:
-    """What is on one IPU."""
+    """The part of a program on one IPU."""
 
     def on_this_ipu(t: Tensor) -> int:
         return size_in_bytes(t) if (t.location[0] or 0) == ipu else 0

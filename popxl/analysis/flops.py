@@ -143,7 +143,7 @@ _MOVES = _VIEWS | frozenset(
 _OF_OPERANDS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod argmax argmin cumsum cumprod cummax cummin cumlogsumexp".split()
 )
-"""Primitives that take in each element of their operand with one operation."""
+"""Reductions: one operation per element of the operand."""
 
 _OF_UPDATES = frozenset("scatter-add scatter_add scatter-mul scatter_mul".split())
 """Primitives that change one element for each element of their last operand."""
@@ -170,7 +170,7 @@ class _Count(NamedTuple):
 
 
 def _of_function(op: Op) -> tuple[Flops, Mapping[MatrixProduct, int], bool, bool]:
-    """What `OpWork` says of the function of an op."""
+    """Work of an op's function, from its jaxpr."""
     if op.kind.is_carried_out_by_others:
         return Flops(), {}, False, False
     traced = op.traced()
@@ -211,7 +211,7 @@ def _is_complex(array: Any) -> bool:
 
 
 def _numbers(array: Any) -> int:
-    """How many real numbers an array has."""
+    """Number of real numbers in an array; two per complex element."""
     return array.size * (2 if _is_complex(array) else 1)
 
 

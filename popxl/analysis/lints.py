@@ -184,7 +184,8 @@ def _without_own_slot(main: Graph) -> Iterator[tuple[str, Lint]]:
 
 
 _OPERATOR = re.compile(r"(?:\*\*|[-*/@%&|])=(?!=)")
-"""`x -= y` and the like: an op does not know which of `x -= y` and `x - y` it was, so its line is asked."""
+"""Augmented assignment in a source line: `x -= y` and `x - y` record the same op, and only the line distinguishes them.
+"""
 
 
 def _rebound_names(graph: Graph) -> Iterator[Op]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Moment(Record):
-    """One program step, with the bytes in use during it.
+    """Step of a program, with the bytes in use during it.
 
     Attributes:
         name: name of the step.
@@ -213,7 +213,7 @@ _SOURCES = {
 
 
 def memory_of(ir: Ir) -> Memory:
-    """What a replica needs; see `Ir.memory`."""
+    """Memory of a replica; see `Ir.memory`."""
     main = ir.main_graph
     buffers = sum(buffer.nbytes for buffer in ir.remote_buffers)
     on_host = ir.options.remoteBuffers == "host"

@@ -62,7 +62,7 @@ class Mesh:
         return math.prod(self.sizes[i] for i in axes)
 
     def text(self, axes: Iterable[int]) -> str:
-        """Axes for a sentence: `` `data` and `tensor` ``."""
+        """Names of axes as text for messages:"""
         return " and ".join(f"`{self.names[i]}`" for i in axes)
 
 

@@ -70,7 +70,7 @@ class _Schedule:
 
     @cached_property
     def recomputing(self) -> list[bool]:
-        """Of each step, whether it repeats a part of the forward pass."""
+        """Flag for each step: whether it recomputes a part of the forward pass."""
         flags = [False] * len(self.steps.moments)
         for call in self.steps.calls:  # callers before callees
             graph = _called(call)

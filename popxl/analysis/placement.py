@@ -11,7 +11,7 @@ from popxl.core.tensor import Tensor, Variable
 from popxl.graph import Graph
 
 Readers = Mapping[Tensor, Collection[int | None]]
-"""For each tensor that a graph reads, the IPUs of the ops that do, the first reader's first."""
+"""IPUs that read each tensor of a graph, in order of their first reader."""
 
 
 def reading_ipus(main: Graph) -> Readers:

@@ -316,7 +316,7 @@ def _sync(path: Path) -> None:
 
 
 def digest(*parts: bytes | memoryview) -> str:
-    """SHA-256 of some bytes, one part after the other, in hexadecimal digits."""
+    """Hexadecimal SHA-256 digest of concatenated bytes."""
     found = hashlib.sha256()
     for part in parts:
         found.update(part)
@@ -372,7 +372,7 @@ ARCHIVE_ERRORS = (
     *(OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, struct.error),
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
 )
-"""What `zipfile` raises for files that are damaged: for what looks encrypted, say, or compressed in unknown ways."""
+"""Errors of `zipfile` for damaged archives, which may look encrypted or compressed in unknown ways."""
 
 CHECKSUMS = "checksums.json"
 

@@ -109,7 +109,7 @@ def check_environment() -> None:
 
 
 def unknown_in_environment(asked: Mapping[str, Sequence[Any]]) -> str:
-    """Names in the environment that are not choices of the program, with its choices; "" without such names."""
+    """Error text for unknown choices in the environment; "" without any."""
     if not (unknown := {name: value for name, value in _from_environment().items() if name not in asked}):
         return ""
     known = "; ".join(f"{name}: {', '.join(map(str, values))}" for name, values in asked.items())

@@ -39,7 +39,7 @@ class Header(BaseModel):
 
 
 def pack(kind: str, about: Mapping[str, Any] | str, blobs: Mapping[str, bytes]) -> bytes:
-    """The content of a file.
+    """Encode a header and blobs as the content of a file.
 
     Args:
         kind: kind of the file.

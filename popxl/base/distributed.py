@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from popxl.errors import PopxlError
 
 LOOPBACK = "127.0.0.1"
-"""Where processes of one machine reach each other, and no other machine reaches them."""
+"""Loopback address, for processes of one machine."""
 
 PREFIX = "POPDIST_"
-"""What the names of the environment variables begin with; the rest is the name of the field, in capitals."""
+"""Prefix of the environment variables; the field name in capitals follows."""
 
 
 class Share(NamedTuple):
@@ -73,7 +73,7 @@ class Share(NamedTuple):
 
 
 class Instance(BaseModel):
-    """One process of a distributed program, as described by the launcher.
+    """Process of a distributed program, as described by the launcher.
 
     Example:
         >>> instance = Instance(instance_index=1, num_instances=2, num_total_replicas=8)
@@ -111,14 +111,14 @@ class Instance(BaseModel):
 
     @property
     def adjacent(self) -> int:
-        """How many replicas have their devices for a stage side by side; by default 1 if the instances can get whole
-        replicas, else all."""
+        """Number of replicas with adjacent devices per stage; by default 1 if the instances can get whole replicas,
+        else all."""
         whole = self.num_total_replicas % self.num_instances == 0
         return self.adjacent_replicas or (1 if whole else self.num_total_replicas)
 
     @property
     def share(self) -> Share:
-        """What this instance drives."""
+        """Share of the devices and replicas that this instance drives."""
         counts = (self.num_total_replicas, self.num_ipus_per_replica, self.adjacent)
         return Share.of(self.instance_index, self.num_instances, *counts)
 
@@ -129,7 +129,7 @@ class Instance(BaseModel):
 
     @property
     def num_local_replicas(self) -> int:
-        """How many replicas this instance drives, or has stages of."""
+        """Number of replicas that this instance drives completely or by stages."""
         return self.share.replicas
 
     @property

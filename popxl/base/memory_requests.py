@@ -1,4 +1,4 @@
-"""What a tool requests of training steps that leave their memory open: a plan, micro-batches, and where state is."""
+"""Requests of tools to training steps that leave their memory open: plan, micro-batches, location of the state."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 StateLocation = Literal["device", "host"]
-"""Where the state of the optimiser is between steps."""
+"""Location of the optimiser state between steps."""
 
 
 class MemoryRequest(NamedTuple):
-    """What a program shall do where it leaves its memory open.
+    """Requested memory plan, micro-batches and state location, for training steps that leave them open.
 
     Attributes:
         memory: memory plan or policy.

@@ -18,10 +18,10 @@ from pathlib import Path
 from popxl.base.atomic_files import replace_file
 
 LONGEST = 12
-"""Most rows of a table on a page; the record that the page shows has all."""
+"""Maximum number of table rows on a page; the record has all."""
 
 MOST_LINES = 400
-"""Most lines of a listing on a page."""
+"""Maximum number of listing lines on a page."""
 
 
 class Picture(str):
@@ -238,7 +238,7 @@ class OnPage(ABC):
 
 
 def starred(path: str) -> str:
-    """A path with stars for its numbers, which count layers: those that differ in them alone share a line of a table.
+    """Path with stars in place of layer numbers, so that equal layers share a table row.
 
     Example:
         >>> starred("model.layers.3.mlp.up.weight")

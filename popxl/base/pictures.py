@@ -17,7 +17,7 @@ SHOWN = 200
 """Maximum number of values drawn separately, largest products of size and lifetime first; one layer shows the rest."""
 
 Held = tuple[str, int, int, int]
-"""A name, a size, the first step during which it is held, and the first one during which it is not any more."""
+"""Live value: name, bytes, first step, and first step after its last use."""
 
 
 def steps(

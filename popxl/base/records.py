@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """What was found out, by name. Attributes cannot be set; `model_dump_json()` writes them."""
+    """Frozen record of results. `model_dump_json()` writes it."""
 
     model_config = ConfigDict(frozen=True, defer_build=True)  # built when the first one is made, not at import

@@ -80,7 +80,7 @@ _warned: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}
 
 
 def warn_at(source: SourceLocation, message: str, category: type[Warning]) -> None:
-    """Warn of a line of the user's, whoever finds out. Python's filters decide; by default it is told once a line."""
+    """Issue a warning attributed to a source line of the user; Python's filters show it once per line by default."""
     registry = _warned.setdefault(source.file, {})
     warnings.warn_explicit(message, category, source.file, source.line, registry=registry)
 

@@ -12,7 +12,7 @@ from popxl.base.pages import Picture, bytes_text
 _PLOT_END, _MESH, _BASE = 500, 535, 300
 """Right end of the memory, left end of the mesh, and the height of the memory's axis, in pixels."""
 _CHIP, _GAP = 15, 11
-"""Size of a chip, and the distance to the next."""
+"""Size of a drawn chip, and the gap between chips, in pixels."""
 
 
 class Layer(NamedTuple):

@@ -1,4 +1,4 @@
-"""How `Ir.create_graph` turns a Python function and its arguments into a graph."""
+"""Tracing of a Python function into a graph, for `Ir.create_graph`: arguments become inputs, results outputs."""
 
 from __future__ import annotations
 

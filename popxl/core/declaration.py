@@ -137,7 +137,7 @@ class OpKind:
             trait.check(self)
 
     def _take(self, traits: tuple[Trait, ...]) -> None:
-        """Take the traits apart: everybody asks for them, and often."""
+        """Index the traits as attributes, which are read often."""
         self.traits = traits
         self.requirements = tuple(trait for trait in traits if isinstance(trait, Requirement))
         others = [trait for trait in traits if not isinstance(trait, Requirement)]
@@ -174,7 +174,7 @@ class OpKind:
         self.colocated: tuple[str, ...] | None = known[Colocated].operands if Colocated in known else anywhere
 
     def exchanged(self, attributes: Mapping[str, Any]) -> Makes:
-        """For an op between replicas, how members of a group hold what it makes."""
+        """Distribution of a collective's result over the members of a group."""
         makes = self._between.makes
         return makes(attributes) if callable(makes) else makes
 
@@ -270,7 +270,7 @@ class OpKind:
         return op.outputs[0] if single else (op.outputs or None)
 
     def record(self, *operands: Any, results: Sequence[str | None] | None = None, **attributes: Any) -> Op:
-        """As a call, but returns the op."""
+        """Add an op like calling the kind, but return the op."""
         return self._record(operands, attributes, results)[0]
 
     def _record(

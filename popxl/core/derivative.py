@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Derivative(Protocol):
-    """The rule of a graph.
+    """Custom derivative rule of a graph.
 
     Attributes:
         name: name of the function that has the rule.

@@ -43,7 +43,7 @@ class OpSignature(NamedTuple):
 
 
 class Op:
-    """One op in a graph: kind, operands, results, placement and source line.
+    """Op in a graph:
 
     Attributes:
         kind: the declaration.
@@ -160,7 +160,7 @@ class Op:
         return all(result.has_certain_location and not _differ(result.location, self.location) for result in results)
 
     def input_locations(self) -> tuple[Location, ...]:
-        """For each input, the location where the op reads it, `None` parts where that is open.
+        """Location where the op reads each input; `None` for open parts.
 
         An op whose results are on several IPUs reads an operand where the result at its position is, if there are as
         many.
@@ -172,7 +172,7 @@ class Op:
         return tuple((ipu, self.io_tiles) for ipu in op_ipus)
 
     def read_elsewhere(self) -> tuple[bool, ...]:
-        """For each input, whether a called graph that was built on another IPU reads it."""
+        """Flag for each input: whether a called graph reads it on another IPU."""
         elsewhere = {
             t
             for run in self.runs
@@ -287,12 +287,12 @@ class Op:
 
     @property
     def signature(self) -> OpSignature:
-        """What the op computes, whichever tensors it reads."""
+        """Identity of the computation: operand names, attributes, and specs, without the tensors."""
         inputs, outputs = (tuple(t.spec for t in tensors) for tensors in (self.inputs, self.outputs))
         return OpSignature(self.operands, tuple(self.attributes.items()), inputs, outputs)
 
     def remembered(self, what: str, make: Callable[[], T], *more: Any) -> T:
-        """What `make` made for ops of the same kind and signature before; see `OpKind.remembered`."""
+        """Cached result of `make` for ops of equal kind and signature; see `OpKind.remembered`."""
         return self.kind.remembered((what, *self.signature, *more), make)
 
     def traced(self) -> Any:

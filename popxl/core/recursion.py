@@ -41,8 +41,8 @@ def nesting(graph: Graph, counts: Callable[[Op], bool] = lambda op: True) -> int
 
 @contextmanager
 def raised_recursion_limit(depth: int, frames_a_level: int = _FRAMES) -> Iterator[None]:
-    """Let functions recurse into `depth` graphs inside of each other while the block runs. As all threads have one
-    limit, it is lowered by the same number of frames afterwards."""
+    """Raise the recursion limit for `depth` nested graphs within a block. As all threads share one limit, it is lowered
+    by the same number of frames afterwards."""
     global _limit
     frames = depth * frames_a_level
     if frames < 100:  # which the limit leaves

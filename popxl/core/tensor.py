@@ -143,7 +143,7 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def meta_shape(self) -> tuple[int, ...]:
-        """For a replica-sharded piece, the shape before sharding; else `()`."""
+        """Shape before sharding, of a replica's shard; `()` for other tensors."""
         return self._meta_shape
 
     @property
@@ -153,7 +153,7 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def by_ref(self) -> bool:
-        """For a graph input: whether in-place changes reach the caller."""
+        """Whether in-place changes of this graph input reach the caller."""
         return self._by_ref
 
     @by_ref.setter
@@ -226,7 +226,7 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def tile_set(self) -> str:
-        """`"compute"` or `"io"`. `UndefinedValue` if nothing says so."""
+        """`"compute"` or `"io"`; `UndefinedValue` if unspecified."""
         _, io_tiles = self.location
         if io_tiles is None:
             raise UndefinedValue(f"The tile set of {self!r} is not known: no op makes or uses it.")

@@ -73,7 +73,7 @@ def with_results(traced: Any, which: Sequence[bool] | None = None, all_arguments
 
 
 def depend_on_arguments(jaxpr: Any) -> list[bool]:
-    """Which results of a jaxpr depend on its arguments."""
+    """Flag for each result of a jaxpr: whether it depends on the arguments."""
     found = {*map(id, jaxpr.invars)}
     for equation in jaxpr.eqns:
         if not found.isdisjoint(map(id, equation.invars)):
@@ -97,7 +97,7 @@ def leaf_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def inputs_used(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tuple[bool, ...]:
-    """Which arguments the results of a JAX function really depend on, after dead code is dropped."""
+    """Flag for each argument of a JAX function: whether the results depend on it after dead code elimination."""
     return needed(function, specs)[1]
 
 

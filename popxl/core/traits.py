@@ -39,7 +39,7 @@ REFUSED = Mark("REFUSED")
 
 
 class Trait:
-    """What every trait is."""
+    """Base class of traits."""
 
     def check(self, kind: OpKind) -> None:
         """Raise `TypeError` for op kinds incompatible with the trait."""
@@ -137,7 +137,7 @@ class Effect(Trait):
 
 @dataclass(frozen=True)
 class Schedules(Trait):
-    """Only the schedule depends on the op: the result is the first operand, in the same memory."""
+    """The op affects the schedule alone: the result is the first operand, in the same memory."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Requirement(Trait):
 
 
 Makes = Literal["same", "pieces", "own"] | None
-"""How the members of a group hold what an op between replicas makes."""
+"""Distribution of a collective's result over the members of a group."""
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,8 @@ class Contracts(Trait):
 
 @dataclass(frozen=True)
 class RecomputedFrom(Trait):
-    """The first result is cheaper to compute from the operands and some of the other results, such as the statistics of
-    a normalisation. Recomputation does so where these are kept.
+    """Cheap recomputation of the first result from the operands and some other results, such as the statistics of a
+    normalisation, where these are kept.
 
     Attributes:
         results: positions of these results.
@@ -311,7 +311,7 @@ class Colocated(Trait):
 
 @dataclass(frozen=True)
 class OnIpus(Trait):
-    """Each result has an IPU. If there are as many operands, each is where the result at its position is."""
+    """Results on several IPUs, one each. As many operands are on the IPUs of the results at their positions."""
 
     attribute: str
 
@@ -411,7 +411,7 @@ class Runs(Trait):
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One called graph of an op, with bindings.
+    """Called graph of an op, with its bindings.
 
     Attributes:
         op: the op.
@@ -447,7 +447,7 @@ class Run:
 
     @property
     def iterations(self) -> int:
-        """How often the graph runs."""
+        """Number of executions of the graph."""
         return self.op.attributes[self.trait.iterations] if self.trait.iterations else 1
 
     @property

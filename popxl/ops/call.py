@@ -318,7 +318,7 @@ def call_with_info(
     inputs_dict: Mapping[Tensor, TensorLike] | None = None,
     check_inputs: bool = True,
 ) -> CallSiteInfo:
-    """As `call`, but returns the record of the call site, which gradients need.
+    """Call a graph like `call`; returns the record of the call site, for gradients.
 
     Args:
         graph, inputs, inputs_dict: as for `call`.

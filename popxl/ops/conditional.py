@@ -250,7 +250,7 @@ def conditional_with_info(
     else_inputs_dict: Mapping[Tensor, TensorLike] | None = None,
     check_inputs: bool = True,
 ) -> ConditionalSiteInfo:
-    """As `conditional`, but returns the record of the call site.
+    """Add a conditional like `conditional`; returns the record of the call site.
 
     Args:
         check_inputs: report inputs that nothing is bound to as `ValueError`; they are an `IndexError` otherwise.

@@ -189,7 +189,7 @@ def _crops(
     output_shape: tuple[int, ...],
     **others: Any,
 ) -> list[tuple[int, int]]:
-    """For each spatial axis: leading crop of the full result, and remaining size.
+    """Leading crop of the full result, and remaining size, per spatial axis.
 
     The full result includes the output padding.
     """

@@ -22,7 +22,7 @@ from popxl.values.spec import TensorSpec
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MergedOp:
-    """One original op of a merged exchange, compared by identity.
+    """Original op of a merged exchange, compared by identity.
 
     Attributes:
         kind, id, name, operands, attributes, source: attributes of the merged op.

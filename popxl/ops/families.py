@@ -32,9 +32,9 @@ Rule = Callable[..., Tensor]
 REAL = (RealOnly(),)
 """The traits of an op that has no others, and refuses complex numbers."""
 ELEMENTWISE = ShardingRule()
-"""Of an op that is linear in no operand, and whose results depend, at each place, on the elements of operands there."""
+"""Sharding rule of an elementwise op that is linear in no operand."""
 LINEAR_IN_GRADIENT = ShardingRule(linear=("g",))
-"""Of the gradient of such an op, whose operand `g` is the incoming one."""
+"""Sharding rule of its gradient, linear in the incoming gradient `g`."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -185,7 +185,7 @@ def _summed(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) ->
 
 
 SUM, SUM_OF_FUNCTION = ShardingRule(_summed, linear=("t",)), ShardingRule(_summed)
-"""Of a sum of the elements, and of a sum of some function of each."""
+"""Sharding rules of sums: of the elements, and of a function of each."""
 
 
 def reduction(

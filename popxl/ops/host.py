@@ -106,8 +106,7 @@ host_call_kind = OpKind(
     traits=[Effect()],
     key="poptorch.HostFunction",
 )
-"""It calls `function(arrays, wanted)` on the host, with its operands and arrays like its results, and gives what that
-returns."""
+"""Call `function(arrays, wanted)` on the host with operands and result specs."""
 
 
 def _spaced(*, start: float, step: float, count: int, dtype: dtype_) -> Any:

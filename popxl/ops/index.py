@@ -75,7 +75,7 @@ def _scattered(g: Any, indices: Any, *, axis: int, shape: tuple[int, ...], group
 
 
 def _subscripts(rank: int, places: int, axis: int, group_size: int | None) -> tuple[str, str, str]:
-    """Letters of the dimensions of a tensor of some rank, of the indices along one of them, and of what is picked."""
+    """Subscripts of a gather: of the tensor, of the indices along an axis, and of the result."""
     at = axis % rank
     whole, of_places = ascii_letters[:rank], ascii_letters[rank : rank + places]
     before, after, first = whole[:at], whole[at + 1 :], 0 if group_size is None else 1

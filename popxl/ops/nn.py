@@ -141,7 +141,7 @@ def _label_values(t: Any, labels: Any, otherwise: float = 0) -> Any:
 
 
 def _label_mask(labels: Any, ignore_index: int | None) -> tuple[Any, Any]:
-    """Which of the flat labels count, and how many."""
+    """Mask of counted labels, flattened, with their number."""
     limits = np.iinfo(labels.dtype)
     if ignore_index is None or not limits.min <= ignore_index <= limits.max:
         return jnp.ones(labels.shape, bool), labels.size

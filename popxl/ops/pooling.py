@@ -23,7 +23,7 @@ from popxl.values.shapes import flag, integers, is_known_word, like_first
 from popxl.values.spec import TensorSpec
 
 LONG = 16
-"""How many places of a window are combined one after the other. Longer windows would take too long to compile."""
+"""Maximum window size that is combined element by element; longer windows would compile too slowly."""
 
 
 # Windows of a tensor ------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def _pooled_shape(t: Any, **how: Any) -> TensorSpec:
 
 
 class Combining(NamedTuple):
-    """How two elements of a window are combined, and what changes nothing."""
+    """Reduction of a pooling window: binary function and neutral element."""
 
     of_two: Callable[[Any, Any], Any]
     neutral: Any
@@ -69,7 +69,7 @@ class Combining(NamedTuple):
         return over_windows(self, t, windows)
 
     def along(self, t: Any, axis: int, windows: Windows) -> Any:
-        """What windows along one axis give."""
+        """Reduce windows along one axis."""
         if windows.reach > LONG:
             return self.by_xla(t, {axis: windows})
         edges = [(windows.begin, windows.end, 0) if a == axis else (0, 0, 0) for a in range(t.ndim)]
@@ -79,7 +79,7 @@ class Combining(NamedTuple):
         return reduce(self.of_two, places)
 
     def by_xla(self, t: Any, windows: Mapping[int, Windows]) -> Any:
-        """What windows along some axes give."""
+        """Reduce windows along several axes with XLA."""
 
         def axis_values(entry: str, otherwise: int) -> list[int]:
             return [getattr(windows[axis], entry) if axis in windows else otherwise for axis in range(t.ndim)]

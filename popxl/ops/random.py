@@ -31,7 +31,7 @@ from popxl.values.spec import TensorSpec, brief
 
 
 def draw_sharded(draw: Callable[..., Any], seed: Any, *how: Any, **parameters: Any) -> Any:
-    """What `draw` draws from a seed. JAX knows two ways to count through a sequence; this is the one that shards."""
+    """Draw from a seed with JAX's partitionable counter mode, whose results can be sharded."""
     with jax.threefry_partitionable(True):
         return draw(key_of(seed), *how, **parameters)
 

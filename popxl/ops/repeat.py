@@ -94,7 +94,7 @@ def _carried(op: Op) -> tuple[Tensor, ...]:
 
 
 def rows_of(wrapper: Graph) -> dict[Tensor, Tensor]:
-    """What a wrapper picks by the iteration number out of inputs that it uses for nothing else: rows, with these."""
+    """Rows that a loop wrapper selects by the iteration number, with stacked inputs that it reads for nothing else."""
     iteration = wrapper.inputs[0]
     used = Counter(t for op in wrapper.ops for t in op.inputs)
     used.update(wrapper.outputs)
@@ -279,7 +279,7 @@ def repeat_with_info(
     inputs_dict: Mapping[Tensor, TensorLike] | None = None,
     check_inputs: bool = True,
 ) -> CallSiteInfo:
-    """As `repeat`, but returns the record of the call site.
+    """Add a loop like `repeat`; returns the record of the call site.
 
     The loop runs a wrapper graph, which calls `graph` once: `info.called_graph` is the wrapper. It has two inputs
     before those of `graph` (the iteration number and a flag) and one output before (the flag), and parent indices of

@@ -29,11 +29,11 @@ InterpolateCoordinateTransformationType = Literal[
 # Interpolation ------------------------------------------------------------------------------------------------------
 
 Taps = list[tuple[Any, Any]]
-"""What the elements of an axis are sums of: positions on another axis, and factors; `None` for the factor 1."""
+"""Linear interpolation of an axis: positions on the source axis with factors; `None` for the factor 1."""
 
 
 def _resized(size: int, scale: float) -> int:
-    """How long an axis becomes. The product is made in float32: 10 times 0.7 is 7."""
+    """Resized length of an axis. The product is computed in float32: 10 times 0.7 is 7."""
     return math.floor(np.float32(size) * np.float32(scale))
 
 
@@ -229,7 +229,7 @@ def _factors(scale_factor: Iterable[float]) -> tuple[float, ...]:
 
 
 def _samples(start: Any, end: Any, bins: int, ratio: int, size: int) -> tuple[Any, Any, Any, Any]:
-    """Where regions are sampled along one axis of `size` pixels, as arrays of a row for each region.
+    """Sampling positions of regions along an axis of `size` pixels: arrays with a row per region.
 
     Returns:
         Whether the sample counts, the pixels before and after it, and how far it is from the first to the second.

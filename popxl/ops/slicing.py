@@ -51,7 +51,7 @@ _slice_ = _slice.as_view("SliceInplace", lambda t, view, **where: (_put(t, view,
 
 
 def _as_block(view: Any, shape: tuple[int, ...], where: dict[str, Any]) -> tuple[Any, list[int]]:
-    """A slice in the order of the tensor of this shape, and its first position there."""
+    """A slice in ascending order of positions, with its first position."""
     ranges = [range(size)[cut] for size, cut in zip(shape, _slices(len(shape), **where), strict=True)]
     forwards = lax.rev(view, [d for d, positions in enumerate(ranges) if positions.step < 0])
     return forwards, [min(positions, default=size) for size, positions in zip(shape, ranges, strict=True)]

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 PadType = Literal["not_set", "same_upper", "same_lower", "valid"]
-"""Who says how much padding there is: the caller (`not_set`), the wish that a stride of 1 keeps the size (`same_upper`
-and `same_lower`, with the odd one at the end or at the beginning), or nobody, as there is none (`valid`)."""
+"""Padding modes: explicit (`not_set`); keep the size at stride 1 (`same_upper` and `same_lower`, with the odd one at
+the end or at the beginning); none (`valid`)."""
 
 PAD_TYPES: tuple[str, ...] = get_args(PadType)
 
@@ -42,7 +42,7 @@ class Windows:
     spread: int = 1
 
     def valid_counts(self) -> NDArray[np.int64]:
-        """How many positions of each window are not padding."""
+        """Number of positions per window that are not padding."""
         starts = np.arange(self.count) * self.stride - self.begin
         return np.maximum(np.minimum(starts + self.reach, self.size) - np.maximum(starts, 0), 0)
 

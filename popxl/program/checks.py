@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from popxl.ir import Ir
 
 LARGEST = 2**42
-"""The most bytes, 4 TiB, that an array of a program in a file may have, or a stream, or all remote buffers: nobody has
-more memory, and a file of a few lines could claim any number."""
+"""Upper bound on bytes, 4 TiB, of an array, a stream, or all remote buffers of a program file. A file of a few lines
+could otherwise claim any number."""
 
 _MOST_CALLS = 10**8
-"""The most ops that a program in a file may have, if each call is written out. Graphs that call others twice, ten times
-over, make a thousand ops of one; thirty times over, nobody gets to the end."""
+"""Upper bound on ops of a program file with all calls expanded. Graphs that each call another twice grow exponentially:
+ten levels make a thousand ops of one."""
 
 _MOST_IPUS = 2**16
 

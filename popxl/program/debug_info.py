@@ -66,7 +66,7 @@ def register_ir(ir: Ir) -> None:
 
 
 def _content(irs: list[Ir]) -> dict[str, Any]:
-    """What is in the file."""
+    """Content of a debug info file."""
     strings: dict[str, int] = {}
     contexts: list[dict[str, Any]] = []
     for ir in irs:

@@ -108,7 +108,7 @@ def autodiff(
 
 
 Infos = dict[Graph, GradGraphInfo | None]
-"""What is known of gradient graphs; `None` for a graph through which no gradient flows."""
+"""Gradient graphs by forward graph; `None` for a graph without gradient flow."""
 
 
 def _check_tensors(graph: Graph, provided: list[Any], required: list[Any]) -> None:
@@ -159,7 +159,7 @@ def _needed_by_callers(root: Graph, provided: list[Tensor], infos: Infos) -> dic
 
 @dataclass(eq=False)
 class _Differentiation:
-    """One graph being differentiated.
+    """Differentiation of one graph.
 
     Attributes:
         provided, required: tensors of the graph whose gradients are given, and whose gradients are wanted.
@@ -394,8 +394,7 @@ class _Differentiation:
                 self.recomputed[op] = op.clone(self._operands_again(op))
 
     def _operands_again(self, op: Op) -> list[Tensor]:
-        """Operands of an op that is computed again. Where the graph says so, it waits for the gradients; that one
-        operand waits is enough."""
+        """Operands of a recomputed op. With a policy, one operand is delayed until the gradients arrive."""
         operands = [self.counterpart(u) for u in op.inputs]
         visible = [i for i, u in enumerate(op.inputs) if not isinstance(u, Constant) and self._is_caller_visible(u)]
         if (
@@ -439,7 +438,7 @@ def _leading_through_calls(
 
 
 def _leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
-    """As `leading_to`, under the assumption that all outputs of a called graph depend on all its inputs."""
+    """Tensors as in `leading_to`, under the assumption that all outputs of a called graph depend on all its inputs."""
     leads = set(provided)
     for op in reversed(graph.ops):
         if not leads.isdisjoint(op.outputs):

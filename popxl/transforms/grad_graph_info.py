@@ -13,7 +13,7 @@ from popxl.ops.call import CallSiteInfo
 
 
 class ExpectedConnectionType(Enum):
-    """What an input or output of a gradient graph stands for."""
+    """Meaning of an input or output of a gradient graph."""
 
     Fwd = "Fwd"
     """A tensor of the forward graph."""
@@ -85,12 +85,12 @@ class GradGraphInfo:
 
     @property
     def expected_inputs(self) -> tuple[ExpectedConnection, ...]:
-        """What each input of the gradient graph stands for, in order; gradients that are provided come first."""
+        """Meaning of each input of the gradient graph, in order; provided gradients come first."""
         return tuple(self._expected_inputs)
 
     @property
     def expected_outputs(self) -> tuple[ExpectedConnection, ...]:
-        """What each output of the gradient graph stands for, in order."""
+        """Meaning of each output of the gradient graph, in order."""
         return tuple(self._expected_outputs)
 
     @property

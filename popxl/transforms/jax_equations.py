@@ -110,7 +110,7 @@ def obstacle(*bodies: ClosedJaxpr) -> str:
 
 
 def _with_arguments(body: ClosedJaxpr, choose: Callable[[Sequence[Any]], list[Any]]) -> ClosedJaxpr:
-    """A body that takes some of its arguments, or takes them in another order."""
+    """Jaxpr with selected or reordered arguments."""
     about, invars = body.jaxpr.debug_info, body.jaxpr.invars
     if about.arg_names is not None and len(about.arg_names) == len(invars):
         about = about._replace(arg_names=tuple(choose(about.arg_names)))
@@ -233,7 +233,7 @@ def iteration_count(equation: JaxprEqn, known: Callable[[Any], np.ndarray | None
 
 
 def _fold_counters(body: ClosedJaxpr, given: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
-    """What a function returns, as far as it is counted from known numbers."""
+    """Constant folding of counters: results of a function, `None` for unknown values."""
     found: dict[Any, np.ndarray | None] = dict(zip(body.jaxpr.invars, given, strict=True))
 
     def read(value: Any) -> np.ndarray | None:
@@ -301,7 +301,7 @@ def with_operands(body: ClosedJaxpr, which: Sequence[int]) -> ClosedJaxpr:
 Treatment = Literal["keep", "offload", "recompute"]
 
 Policy = Callable[[JaxprEqn], Treatment]
-"""What a policy of `jax.checkpoint` does with the results of an equation."""
+"""Treatment of an equation's results by a policy of `jax.checkpoint`."""
 
 
 def policy_of(equation: JaxprEqn) -> Policy | None:

@@ -206,10 +206,10 @@ _COMBINERS = {
 }
 
 _COMBINER = "Jaxpr"
-"""What JAX calls a function among the parameters of equations."""
+"""Type name of functions in equation parameters."""
 
 _GENERATOR = "PRNGImpl"
-"""What JAX calls a generator of random numbers among the parameters of equations."""
+"""Type name of random number generators in equation parameters."""
 
 
 def _multiplying(name: str, value: Any) -> Any:

@@ -125,7 +125,7 @@ def _wishes(rule: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _wish(name: str, forward: Forward, gs: tuple[Tensor | None, ...], i: int) -> Any:
-    """What a parameter of a gradient rule stands for. See `OpKind`."""
+    """Meaning of a gradient rule's parameter; see `OpKind`."""
     op = forward.op
     if name == "g":
         return init(op.outputs[0].shape, op.outputs[0].dtype) if gs[0] is None else gs[0]
@@ -175,7 +175,7 @@ def _by_jax(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
 
 @dataclass(frozen=True)
 class Derivation:
-    """What determines the gradient op that JAX makes of an op.
+    """Key of a gradient op that JAX derives from an op.
 
     Attributes:
         kind, operands, attributes, inputs, outputs: signature of the op: its declaration, the names of its inputs if

@@ -73,7 +73,7 @@ class Axes:
 
     @property
     def mapping(self) -> dict[str, int | Literal["ipus"]]:
-        """What `from_mapping` makes these of."""
+        """Sizes by name, as for `from_mapping`."""
         sizes: list[tuple[str, int | Literal["ipus"]]] = [*self.sizes]
         if self.ipus is not None:
             name, before = self.ipus
@@ -82,13 +82,12 @@ class Axes:
 
     @property
     def adjacent(self) -> int | None:
-        """How many replicas stand between an IPU of a replica and its next one, itself included; `None` if the IPUs
-        have no place among the axes."""
+        """Number of replicas from an IPU of a replica to its next one; `None` if IPUs have no place among the axes."""
         return None if self.ipus is None else math.prod(size for _, size in self.sizes[self.ipus[1] :])
 
     @property
     def count(self) -> int:
-        """How many replicas there are."""
+        """Number of replicas."""
         return math.prod(size for _, size in self.sizes)
 
     def check(self, names: Sequence[str], what: str) -> None:

@@ -109,7 +109,7 @@ def same_dtype(first: Any, *others: Any) -> None:
 
 
 def keeps_parts(t: Any, *others: Any) -> None:
-    """What is real stays real: nothing complex is added to it."""
+    """Check that no complex operand is added in place to a real one."""
     for other in others:
         if other.dtype.is_complex and not t.dtype.is_complex:
             raise PopxlError(

@@ -118,7 +118,7 @@ class ShardLayout:
 
 
 def shard_layout(v: Variable) -> ShardLayout:
-    """Which part of a variable's value each replica holds."""
+    """Element range of a variable's value on each replica."""
     buffer, grouping = v.location_info.buffer, v.replica_grouping
     if buffer is None:
         return ShardLayout(grouping, v.nelms, v.nelms)

@@ -15,7 +15,7 @@ from operator import mul
 from string import ascii_letters
 
 Labels = tuple[tuple[str | int, ...], ...]
-"""For each dimension its factors; none for `_`."""
+"""Factors of each dimension; none for `_`."""
 
 
 @lru_cache(4096)

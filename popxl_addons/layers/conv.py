@@ -116,5 +116,5 @@ class Conv2D(Module):
 
 
 def _of_both_axes(given: int | tuple[int, int]) -> tuple[int, ...]:
-    """One number for each spatial axis."""
+    """Pair of numbers, one per spatial axis."""
     return (given, given) if isinstance(given, int) else tuple(given)

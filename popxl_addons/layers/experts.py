@@ -44,7 +44,7 @@ _picked = OpKind(
     gradient={"t": _reverse_dispatch},
     key="popxl_addons.PickRows",
 )
-"""Rows of `t`, which is there so many `times`, one after the other; an index beyond gives zeros.
+"""Selected rows of `t` repeated `times`; zeros for indices beyond it.
 
 Each of these rows is picked once at most, and `inverse` says where to: so gradients are picked, too, where those of
 `ops.gather` are added up, which takes accelerators longer.

@@ -72,7 +72,7 @@ class LanguageConfig(BaseModel):
 
     @property
     def names(self) -> weights.Names:
-        """What Hugging Face's files call the variables of such a model."""
+        """Names of the model's variables in Hugging Face files."""
         return weights.GPT2 if self.rotary is None else weights.LLAMA
 
     @classmethod

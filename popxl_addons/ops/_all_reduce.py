@@ -26,7 +26,7 @@ _IN_THE_GRADIENT: Mapping[Identical, Identical] = {
     "gradients": "incoming gradients",
     "incoming gradients": "gradients",
 }
-"""What is identical where an op is differentiated, by what is identical in the op."""
+"""Identical parts of the gradient op, by the identical parts of the op."""
 
 
 def _makes(attributes: Mapping[str, Any]) -> Literal["same", "own"]:

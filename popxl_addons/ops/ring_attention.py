@@ -92,7 +92,7 @@ def _specs(q: Any, k: Any, v: Any, *, causal: bool, **how: Any) -> Sequence[popx
 
 
 def _gradient(forward: Any, gs: Sequence[popxl.Tensor | None]) -> dict[int, popxl.Tensor]:
-    """One op makes all three."""
+    """Gradients of all three operands, by one op."""
     op, (g, _) = forward.op, gs
     if g is None:
         return {}

@@ -22,7 +22,7 @@ from popxl.op import ShardingRule
 
 @dataclass(frozen=True)
 class Stretch:
-    """How rotary positions go slower than their base says, for texts longer than those that a model first learnt from.
+    """Frequency scaling of rotary positions, for texts longer than those of the first training.
 
     Attributes:
         factor: factor by which rotations are slowed down.
@@ -37,7 +37,7 @@ class Stretch:
     length: int = 0
 
     def scale_frequencies(self, frequencies: np.ndarray) -> np.ndarray:
-        """The frequencies after it."""
+        """Scaled frequencies."""
         if not self.length:
             return frequencies / self.factor
         fits = self.length * frequencies / (2 * math.pi)
@@ -114,4 +114,4 @@ def _declared(name: str, back: bool) -> OpKind:
 
 
 _ROTATIONS = {False: _declared("RotaryPositions", back=False), True: _declared("RotaryPositionsGrad", back=True)}
-"""By whether they rotate back."""
+"""Rotation ops, by direction: forward, and back."""

@@ -24,7 +24,7 @@ from popxl.replica_grouping import ReplicaGrouping
 
 
 def _gathered(t: Any, *sent: Any, shape: tuple[int, ...], group: Group) -> Any:
-    """Gather shards; or what is sent of them, such as casts."""
+    """All-gather of shards, or of their casts."""
     return all_gather_kind.lowering(*(sent or (t,)), shape=shape, group=group)
 
 

@@ -230,7 +230,7 @@ def _adafactor_formula(
     return w * (1 - lr * numbers["decay"]) - rate * update, *variances
 
 
-def _adafactor_in_pieces(
+def _sharded_adafactor(
     *arrays: Array, group: Group, whole: tuple[int, ...], pieces: int, **numbers: float
 ) -> tuple[Array, ...]:
     return _adafactor_formula(*arrays, means=ShardedMeans(group, whole, pieces), **numbers)
@@ -257,7 +257,7 @@ def _matrices_and_vectors(division: str, formula: Callable[..., Any], *traits: T
 
 
 _of_wholes = _matrices_and_vectors("", _adafactor_formula)
-_of_shards = _matrices_and_vectors("Piece", _adafactor_in_pieces, BetweenReplicas())
+_of_shards = _matrices_and_vectors("Piece", _sharded_adafactor, BetweenReplicas())
 _of_groups = _matrices_and_vectors("Group", _adafactor_in_groups, BetweenReplicas())
 
 

@@ -11,7 +11,8 @@ from popxl import ops
 __all__ = ["Schedule", "cosine", "inverse_square_root", "linear"]
 
 Schedule = Callable[[popxl.Tensor], popxl.Tensor]
-"""A function of the number of the step: a float32 scalar tensor, which is 1 in the first one. It gives one as well."""
+"""Learning rate schedule: function of the step number, a float32 scalar tensor that is 1 in the first step, to a
+float32 scalar tensor."""
 
 
 def cosine(peak: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
@@ -42,7 +43,7 @@ def cosine(peak: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedu
 
 
 def linear(peak: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """As `cosine`, but down in a line.
+    """Schedule like `cosine`, with a linear decay.
 
     Example:
         >>> schedule = linear(3e-4, steps=1000, warmup=100)

@@ -1,4 +1,4 @@
-"""Where the state of an optimizer is between steps: in variables on the device, or in slots of remote buffers."""
+"""Location of optimizer state between steps: variables on the device, or slots of remote buffers."""
 
 from __future__ import annotations
 

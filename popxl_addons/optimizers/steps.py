@@ -249,8 +249,7 @@ class Step:
             self.state |= {"loss_scaling.value": scale, "loss_scaling.good_steps": loss_scaling.good_steps}
 
     def new_state(self, name: str, factory: VariableFactory, after: popxl.Tensor | None = None) -> popxl.Tensor:
-        """Tensor of new state for one update, which `store_state` has to follow; if it is loaded, then after another
-        tensor."""
+        """Tensor of new state for one update, followed by `store_state`. Loads from the host wait for `after`."""
         self.state[name], t = self._storage.create(factory, after)
         return t
 

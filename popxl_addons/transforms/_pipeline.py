@@ -36,7 +36,7 @@ BEFORE = -1
 """In place of a stage, for ops that run once before the pipeline."""
 
 Waiting = dict[str, deque[Any]]
-"""What later stages will read, oldest first, by the id of the tensor in the program; `None` where there is nothing."""
+"""Queues of values for later stages, oldest first, by tensor id; `None` for empty entries."""
 
 
 def get_op_pipeline_stage(op: Op, op_dict: Mapping[OpId, int]) -> int:

@@ -13,7 +13,7 @@ def stand_in(
     graph: popxl.Graph,
     input_for: Callable[[popxl.Tensor], popxl.Tensor],
 ) -> popxl.Tensor:
-    """A tensor of `graph` for `t`.
+    """Replacement for `t` in `graph`.
 
     If `t` is not `inside`, it is replaced by its storage, and a view by a view of that, made again: tensors that share
     storage continue to share it.

@@ -58,7 +58,7 @@ def graph_needs(
 def _op_needs(
     graph: popxl.Graph, paths: Mapping[popxl.Tensor, str], factors: _Factors, is_called: bool = False
 ) -> Iterator[OpNeeds]:
-    """Costs of recomputing activations: an entry for each op, and for a call one for each activation that it returns.
+    """Costs of recomputing activations: one entry per op; for a call, one per returned activation.
 
     Args:
         paths: paths of the activations, and of the inputs of the graph that are activations.
@@ -66,7 +66,7 @@ def _op_needs(
         is_called: whether it is called by the planned graph, which can keep only its results.
     """
     sources_of: dict[popxl.Tensor, tuple[dict[str, None], list[popxl.Op]]] = {}
-    """For values that are no activations: the activations that they come from, and the ops in between."""
+    """Source activations of other values, with the ops in between."""
     for op in graph.ops:
         results = tuple(paths[t] for t in op.outputs if t in paths)
         if is_call(op) and len(results) > 1:
@@ -108,7 +108,7 @@ class _Factors(NamedTuple):
     of_attention: set[popxl.Tensor]
 
     def where(self, pairs: Sequence[tuple[popxl.Tensor, popxl.Tensor]]) -> _Factors:
-        """The same of other tensors: the first of each pair in place of the second."""
+        """Factors with the second tensor of each pair replaced by the first."""
         return _Factors(*({inner for inner, t in pairs if t in group} for group in self))
 
     def __or__(self, more: _Factors) -> _Factors:
@@ -116,7 +116,7 @@ class _Factors(NamedTuple):
 
 
 def _factors(graph: popxl.Graph) -> _Factors:
-    """What the products of a graph read."""
+    """Operands of a graph's products."""
     products = [op for op in graph.ops if _flops(op).products]
     return _Factors(
         *({t for op in factor_ops for t in op.inputs} for factor_ops in (products, filter(is_attention, products)))
@@ -141,7 +141,7 @@ def _is_fused(op: popxl.Op, factors: set[popxl.Tensor]) -> bool:
 
 
 def _moved_if_products_fuse(ops: Sequence[popxl.Op], factors: _Factors) -> int | None:
-    """What `_moved` is where XLA fuses ops into products, too, as on TPUs; `None` if it does not fuse these.
+    """Bytes as of `_moved` where XLA fuses ops into products, as on TPUs; `None` if it does not fuse these.
 
     Normalisations are elementwise with their statistics, which are small. Kernels of attention read arrays.
     """
@@ -150,15 +150,15 @@ def _moved_if_products_fuse(ops: Sequence[popxl.Op], factors: _Factors) -> int |
 
 
 def _is_by_element(op: popxl.Op) -> bool:
-    """Whether the first result is elementwise, given the statistics: so are normalisations, too, which are not so for
-    `OpWork.is_elementwise`, as a kernel of their own reduces the statistics."""
+    """Whether the first result is elementwise, given the statistics. That includes normalisations, unlike
+    `OpWork.is_elementwise`: a kernel of their own reduces the statistics."""
     first, *more = op.outputs
     is_large = all(first.nelms >= t.nelms for t in op.inputs)
     return is_large and (not more or bool(_statistics(op))) and not _flops(op).products
 
 
 def _statistics(op: popxl.Op) -> list[popxl.Tensor]:
-    """Results from which the first one is recomputed."""
+    """Results that the first one is recomputed from."""
     trait = op.kind.recomputed_from
     return [] if trait is None else [op.outputs[i] for i in trait.results]
 

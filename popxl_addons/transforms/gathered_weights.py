@@ -34,7 +34,7 @@ from popxl_addons.transforms.graph_copies import Transfers, copy_graph
 
 @dataclass(frozen=True)
 class _Shards:
-    """How replicas hold a weight: what one of them has, and which have the rest."""
+    """Sharding of a weight: spec of a shard, and the group that holds all shards."""
 
     spec: popxl.TensorSpec
     group: popxl.ReplicaGrouping = field(hash=False)
@@ -85,7 +85,7 @@ def gather_where_read(graph: GraphWithNamedArgs, variables: NamedTensors) -> Gra
 
 
 def share_out_before_calls(graph: popxl.Graph) -> None:
-    """Have calls in a gradient graph wait for the gradients of shards that are computed before them.
+    """Order calls in a gradient graph after earlier reduce-scatters of gradients.
 
     XLA puts off what nothing waits for, and keeps what it is computed from until then.
 
@@ -103,7 +103,7 @@ def share_out_before_calls(graph: popxl.Graph) -> None:
 
 
 def _release_before_calls(graph: popxl.Graph) -> None:
-    """Have calls that gather wait for what they are given, where the graph has gathered weights before.
+    """Order gathering calls after the computation of their inputs, once the graph has gathered weights itself.
 
     XLA would compute embeddings again where they are read, and keep the table until then.
     """
@@ -116,7 +116,7 @@ def _release_before_calls(graph: popxl.Graph) -> None:
 
 
 def _computed_inputs(op: Op) -> list[popxl.Tensor]:
-    """What a call is given that is computed in its graph, and not passed by reference; nothing of other ops."""
+    """Computed inputs of a call, without those by reference; empty for other ops."""
     if not is_call(op):
         return []
     (run,) = op.runs
@@ -125,7 +125,7 @@ def _computed_inputs(op: Op) -> list[popxl.Tensor]:
 
 
 def _replace_inputs(call: Op, inputs: Sequence[popxl.Tensor], replace: Callable[[popxl.Tensor], popxl.Tensor]) -> None:
-    """Replace inputs of a call by what a function makes of them."""
+    """Replace inputs of a call by a function of them."""
 
     def again(*operands: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
         replaced = {t: replace(t) for t in inputs}
@@ -136,7 +136,8 @@ def _replace_inputs(call: Op, inputs: Sequence[popxl.Tensor], replace: Callable[
 
 
 def _shards_of(variable: popxl.Tensor | None) -> _Shards | None:
-    """The shards of a variable, if each replica of its group has one. Halves come as float32, for their gradients."""
+    """Sharding of a variable with one shard per replica of its group; else `None`. Halves come as float32, for their
+    gradients."""
     if not isinstance(variable, Variable) or variable.piece is None:
         return None
     group, shard = variable.replica_grouping, variable.piece

@@ -98,7 +98,7 @@ def _twin(
     callee: popxl.Graph | None,
     instead: Callable[[Mapping[popxl.Tensor, popxl.Tensor]], popxl.Tensor] | None,
 ) -> Op:
-    """The op of a copy, in the current graph, that stands for one of the original."""
+    """Copy of an op in the current graph."""
     if instead is not None:
         made = instead(of).producer
         assert made is not None

@@ -31,7 +31,7 @@ Rows = list[list["Task"]]
 
 
 class Task(NamedTuple):
-    """One stage for one micro-batch."""
+    """Execution of a stage for a micro-batch."""
 
     stage: int
     micro_batch: int
@@ -140,7 +140,7 @@ class Pipeline:
 
     @cached_property
     def leads(self) -> dict[int, tuple[int, int]]:
-        """For stages with a reader on the same device: this reader, and 1F1B's lead over it."""
+        """Reader on the same device, with 1F1B's lead over it, for stages that have one."""
         found = {}
         for reader, need in enumerate(self.needs):
             for s in need:

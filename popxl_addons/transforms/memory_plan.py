@@ -28,10 +28,10 @@ from popxl.transforms import GradGraphInfo
 from popxl_addons.ops.weight_gather import gathered_weights_of
 
 Treatment = Literal["keep", "recompute", "offload"]
-"""What becomes of an activation between the forward and the backward call."""
+"""Treatment of an activation between the forward and the backward call."""
 
 CalledGraphs = Literal["inlined", "rolled", "batched"]
-"""How called graphs are compiled, as `ir.options.calledGraphs` says, where a plan was made for that."""
+"""Mode of called graphs that a plan is made for, as in `ir.options.calledGraphs`."""
 
 MemoryPolicy = Literal["everything", "products", "products_without_batch", "nothing"]
 """Activations to keep; the others are recomputed. As in `jax.checkpoint_policies`: `everything_saveable`,
@@ -80,7 +80,7 @@ class Activation(NamedTuple):
 
 
 _GIVEN = re.compile(r"__t\d+")
-"""What makes names of tensors unique: a number that counts through all graphs of a program."""
+"""Suffix that makes tensor names unique: a number that counts through all graphs of a program."""
 
 
 def is_transposed_input(t: popxl.Tensor) -> bool:
@@ -153,7 +153,7 @@ def _origin(t: popxl.Tensor) -> tuple[popxl.Op, str]:
 
 
 class PlannedActivation(BaseModel):
-    """One line of a plan.
+    """Treatment of one activation in a plan.
 
     Attributes:
         path: the name of the activation within its graph.
@@ -303,7 +303,7 @@ class MemoryPlan(OnPage, BaseModel):
 
     @property
     def besides(self) -> str:
-        """What the plan says besides activations: "4 micro-batches, the state of the optimiser on the host"."""
+        """Other choices of the plan as text: "4 micro-batches, the state of the optimiser on the host"."""
         batches = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         state = "the state of the optimiser on the host" if self.optimizer_state == "host" else ""
         return ", ".join(text for text in (batches, state) if text)

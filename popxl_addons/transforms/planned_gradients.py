@@ -94,7 +94,7 @@ class PlannedGradients:
 
     @property
     def needs(self) -> tuple[GraphNeeds, ...]:
-        """What the planned graphs need in memory and time: what a plan within a budget is computed from."""
+        """Memory and time of the planned graphs, the input of a plan within a budget."""
         held = 1 if self._budget_request is None else self._budget_request.live_micro_batches.get(self.model, 1)
         return tuple(
             graph_needs(
@@ -232,7 +232,7 @@ def _compile_for(plan: MemoryPlan, ir: popxl.Ir) -> None:
 
 
 def _tail_of(model: popxl.Graph) -> set[popxl.Tensor]:
-    """What a model computes after its last call of a graph that gathers weights."""
+    """Ops of a model after its last call of a graph that gathers weights."""
     found: set[popxl.Tensor] = set()
     for op in reversed(model.ops):
         if gathers_weights(op):
@@ -262,4 +262,4 @@ def _line(activation: Activation, treatment: Treatment) -> PlannedActivation:
 
 
 Memory = PlannedGradients | MemoryPlan | MemoryPolicy
-"""What says which activations are kept: a plan, a policy, or either one prepared for a model."""
+"""Types of `memory` arguments: a plan, a policy, or either one prepared for a model."""

@@ -273,7 +273,7 @@ def _to_wait(op: Op, waiting: set[popxl.Tensor], available: set[popxl.Tensor]) -
 def _compute_in_part(
     call: Op, inner_ops: RecomputedOps, values: _Bound, first: popxl.Tensor, waiting: set[popxl.Tensor]
 ) -> None:
-    """Copy some ops of a called graph into the current graph, in place of the call. Extends `values` by its results, and
+    """Copy some ops of a called graph into the current graph, in place of the call. Extends `values` by results, and
     `waiting` by those that wait for `first`."""
     (run,) = call.runs
     inputs = {inner: t for inner, t in zip(run.inputs, run.operands, strict=True) if inner in inner_ops.reads}

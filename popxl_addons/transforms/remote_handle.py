@@ -86,7 +86,7 @@ class RemoteHandle:
         return own_row * steps + i
 
     def entries(self, steps: int, rows: int) -> int:
-        """How many slots the buffer needs for rows 0 to ``rows - 1``; a function as offset is taken to stay there."""
+        """Number of buffer slots for rows 0 to ``rows - 1``; a function as offset is taken to stay there."""
         if self.row_offset is None:
             return steps
         return steps * (rows if callable(self.row_offset) else self.row_offset + rows)

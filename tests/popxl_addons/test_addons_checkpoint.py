@@ -501,8 +501,8 @@ def save(place, value, format):
         arrays = {f"only_{value}": np.full(3, value), "both": np.full(2, value)}
         if format == "pieces":
             array_files.write_arrays(directory, {})
-            sharded_arrays.write_pieces(directory, 0, {name: [(0, array[:1])] for name, array in arrays.items()})
-            sharded_arrays.write_pieces(directory, 1, {name: [(1, array[1:])] for name, array in arrays.items()})
+            sharded_arrays.write_shards(directory, 0, {name: [(0, array[:1])] for name, array in arrays.items()})
+            sharded_arrays.write_shards(directory, 1, {name: [(1, array[1:])] for name, array in arrays.items()})
             shapes = {name: sharded_arrays.ShardSpec(shape=array.shape) for name, array in arrays.items()}
             sharded_arrays.write_index(directory, sharded_arrays.Index(writers=2, arrays=shapes))
         else:

@@ -132,7 +132,7 @@ def _join_axis(a: AxisType, b: AxisType) -> AxisType:
 
 
 def is_term(along: AxisType) -> bool:
-    """Whether values are terms of a sum, or presumably so."""
+    """Test for terms of a sum, stated or presumed."""
     return along.kind is PARTIAL or along.per_replica is TERMS
 
 

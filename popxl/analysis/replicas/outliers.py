@@ -117,7 +117,7 @@ def _by_scale(updates: Iterable[Update]) -> dict[str, list[Update]]:
 
 
 def _differ_by_count(report: Report, a: Update, b: Update) -> bool:
-    """Whether the scales of two updates have the ratio of a replica count, or of its square for more than two."""
+    """Test whether the ratio of two scales is a replica count, or its square for counts above two."""
     counts = [
         report.known_mesh.count(a.axes),
         *(op.attributes["group_size"] for op in (*a.value.reductions, *b.value.reductions)),
@@ -186,7 +186,7 @@ def _two_gradients(report: Report, a: Update, b: Update) -> Iterator[Finding]:
 
 
 def _outlier(report: Report, update: Update, reference: Update, ratio: float) -> Iterator[Finding]:
-    """Finding for an update that is `ratio` times a reference, by its factor or by its reduction."""
+    """Finding of an update `ratio` times as large as a reference, due to a constant factor or another reduction."""
     op, usual_name = update.value.reductions[-1], reference.reduction_name
     ratio_text = f"{ratio:g} times as large as" if ratio > 1 else f"{1 / ratio:g} times smaller than"
     words = {"add": "sum", "mean": "mean"}

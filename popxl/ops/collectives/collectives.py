@@ -53,7 +53,7 @@ OP_MAP: Mapping[str, Callable[[Sequence[Array]], Array]] = {
     "or": _fold_in_order(jnp.logical_or, lambda t: t != 0),
     "square_add": _fold_in_order(jnp.add, lambda t: jnp.square(widen_for_sum(t))),
 }
-"""What the names of `CollectiveOps` mean: JAX functions of the values of all members, in order.
+"""Functions of `CollectiveOps` names: JAX functions of the values of all members, in order.
 
 The result may be wider than the values; an op rounds it once, to its own dtype.
 """

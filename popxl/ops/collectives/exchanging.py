@@ -35,7 +35,7 @@ _TERMS: dict[str, Callable[[Array], Array]] = {
     "mean": widen_for_sum,
     "square_add": lambda t: jnp.square(widen_for_sum(t)),
 }
-"""The reductions that are sums, and what they are sums of."""
+"""Reductions that are sums, with the function of each term."""
 
 
 class CollectiveBackend(Group):
@@ -45,7 +45,7 @@ class CollectiveBackend(Group):
 
     @abstractmethod
     def members(self, t: Array) -> Array:
-        """What `t` is on the members, by rank, along a new first dimension."""
+        """All-gather: the members' values of `t` by rank, along a new first dimension."""
 
     @abstractmethod
     def summed(self, t: Array) -> Array:
@@ -101,7 +101,7 @@ class CollectiveBackend(Group):
         return share(total, self.size) if op == "mean" else total
 
     def _extreme(self, t: Array, op: Literal["min", "max"]) -> Array:
-        """The smallest or largest value. Devices may overlook NaN, which is told apart: nobody wants to miss it."""
+        """Minimum or maximum over the members, with NaN handled explicitly, which device reductions may drop."""
         t = widen_for_sum(t)
         if not jnp.issubdtype(t.dtype, jnp.floating):
             return self.extreme(t, op)

@@ -47,14 +47,14 @@ class Group(ABC):
 
     @abstractmethod
     def members(self, t: Array) -> Array:
-        """What `t` is on the members, by rank, along a new first dimension."""
+        """All-gather: the members' values of `t` by rank, along a new first dimension."""
 
     @abstractmethod
     def combined(self, t: Array, op: str) -> Array:
         """Reduce `t` over all members; results may have a wider dtype."""
 
     def combined_chunk(self, t: Array, op: str) -> Array:
-        """The own chunk of that."""
+        """Reduce-scatter: the own chunk of `combined`."""
         return self.chunk(self.combined(t, op), chunk_size(t.size, self.size))
 
     def exchanged(self, t: Array) -> Array:

@@ -150,7 +150,7 @@ def cross_entropy_sharded_wr_loss(
 
 
 def _ipus_of(name: str, logits: Sequence[popxl.Tensor], indices: Sequence[popxl.Tensor]) -> tuple[int, ...]:
-    """IPUs of blocks of classes, each that of the logits or of the labels, of which one may be unknown."""
+    """IPU of each block of classes: that of the logits or of the labels, whichever is known."""
     places, others = (tuple(t.location[0] for t in tensors) for tensors in (logits, indices))
     pairs = list(zip(places, others, strict=True))
     if any(None not in pair and pair[0] != pair[1] for pair in pairs):

@@ -92,7 +92,7 @@ def group_quantize_decompress_numpy(
 
 
 def _decompressed(numpy: Any, t: Any, scale: Any, bias: Any) -> Any:
-    """For NumPy and JAX alike: in float32 ``q * scale`` is exact, so that all machines agree."""
+    """Dequantised values, by NumPy or JAX: in float32 ``q * scale`` is exact, so that all machines agree."""
     q = (t[..., None] >> _SHIFTS) & np.uint16(_LARGEST)
     values = q.reshape(*t.shape[:-1], t.shape[-1] * 4).astype(numpy.float32) * scale + bias
     return values.reshape(*t.shape[:-2], t.shape[-2] * t.shape[-1] * 4)

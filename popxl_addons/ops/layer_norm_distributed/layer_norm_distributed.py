@@ -51,7 +51,7 @@ def _layer_norm_grad(g: Any, t: Any, w: Any, mean: Any, inverse: Any, *, group: 
 
 
 def _gradients(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
-    """One op makes all three."""
+    """Gradients of all three operands, by one op."""
     op = forward.op
     if gs[0] is None:
         return {}

@@ -12,7 +12,7 @@ from popxl.extend.arguments import integer
 
 
 class SparseMatrix(Protocol):
-    """What is needed of SciPy's sparse matrices."""
+    """Protocol of SciPy's sparse matrices."""
 
     @property
     def shape(self) -> tuple[int, int]: ...

@@ -39,15 +39,15 @@ class MicroBatches:
                 f"one of {', '.join(str(n) for n in range(1, samples + 1) if samples % n == 0)}."
             )
         self.specs = [
-            each if _samples(each) is None else popxl.TensorSpec((samples // count, *each.shape[1:]), each.dtype)
-            for each in specs
+            spec if _samples(spec) is None else popxl.TensorSpec((samples // count, *spec.shape[1:]), spec.dtype)
+            for spec in specs
         ]
 
     def slices_of(self, batch: Sequence[popxl.Tensor]) -> Iterator[MicroBatch]:
         """The micro-batches of a loaded batch."""
-        parts = [self._part_of(t) for t in batch]
+        slicers = [self._part_of(t) for t in batch]
         for number in range(self._count):
-            yield partial(_taken, parts, number)
+            yield partial(_taken, slicers, number)
 
     def _part_of(self, t: popxl.Tensor) -> Callable[[int, popxl.Tensor | None], popxl.Tensor]:
         """Function of a micro-batch's number that takes its part of an input, after another tensor."""
@@ -66,8 +66,10 @@ class MicroBatches:
         return rows
 
 
-def _taken(parts: Sequence[Callable[..., popxl.Tensor]], number: int, after: popxl.Tensor | None) -> list[popxl.Tensor]:
-    return [part(number, after) for part in parts]
+def _taken(
+    slicers: Sequence[Callable[..., popxl.Tensor]], number: int, after: popxl.Tensor | None
+) -> list[popxl.Tensor]:
+    return [slicer(number, after) for slicer in slicers]
 
 
 def _waiting(t: popxl.Tensor, after: popxl.Tensor | None) -> popxl.Tensor:
@@ -76,14 +78,16 @@ def _waiting(t: popxl.Tensor, after: popxl.Tensor | None) -> popxl.Tensor:
 
 def samples_of(specs: Sequence[popxl.TensorSpec]) -> int:
     """Samples of a batch: the first dimension of all inputs that have one. `ValueError` if they differ, or none has."""
-    found = {f"inputs[{i}]": samples for i, each in enumerate(specs) if (samples := _samples(each)) is not None}
-    if len(set(found.values())) != 1:
+    samples_by_name = {
+        f"inputs[{i}]": samples for i, spec in enumerate(specs) if (samples := _samples(spec)) is not None
+    }
+    if len(set(samples_by_name.values())) != 1:
         raise ValueError(
             "train_step: `micro_batches` are slices of the first dimension of the inputs, the samples of a batch; got "
-            f"{', '.join(f'{samples} in `{name}`' for name, samples in found.items()) or 'scalars'}. Give all inputs "
-            "the same first dimension; scalars and random seeds need none."
+            f"{', '.join(f'{samples} in `{name}`' for name, samples in samples_by_name.items()) or 'scalars'}. Give "
+            "all inputs the same first dimension; scalars and random seeds need none."
         )
-    return next(iter(found.values()))
+    return next(iter(samples_by_name.values()))
 
 
 def _samples(spec: popxl.TensorSpec) -> int | None:

@@ -81,16 +81,16 @@ class InFile:
     shape: tuple[int, ...]
 
     def elements(self, start: int, stop: int) -> np.ndarray:
-        found = np.fromfile(self.path, self.dtype, stop - start, offset=self.start + start * self.dtype.itemsize)
-        if len(found) < stop - start:
+        values = np.fromfile(self.path, self.dtype, stop - start, offset=self.start + start * self.dtype.itemsize)
+        if len(values) < stop - start:
             raise UnreadableFileError(f"`{self.path}` is damaged: it ends before element {stop} of {self.shape}.")
-        return found
+        return values
 
 
 def files_in(directory: Path) -> list[Path]:
     """The files of arrays in a directory; without memory maps."""
-    one = directory / TENSORS
-    return [one] if one.exists() else sorted((directory / MODEL).glob("*.npz"))
+    file = directory / TENSORS
+    return [file] if file.exists() else sorted((directory / MODEL).glob("*.npz"))
 
 
 # Written ------------------------------------------------------------------------------------------------------------
@@ -191,13 +191,13 @@ def _in_npz(path: Path, name: str) -> InFile | None:
     """Position of an array in an archive; `None` if its elements are compressed or in column order."""
 
     def locate_entry(file: IO[bytes], about: zipfile.ZipInfo) -> InFile | None:
-        said = _read_header(file, about.file_size)
-        if about.compress_type != zipfile.ZIP_STORED or said.by_columns or said.dtype.hasobject:
+        header = _read_header(file, about.file_size)
+        if about.compress_type != zipfile.ZIP_STORED or header.by_columns or header.dtype.hasobject:
             return None
-        with path.open("rb") as whole:
-            whole.seek(about.header_offset)
-            lengths = struct.unpack("<26xHH", whole.read(30))  # lengths of two fields between this header and the data
-        return InFile(path, about.header_offset + 30 + sum(lengths) + file.tell(), _as_ours(said.dtype), said.shape)
+        with path.open("rb") as archive:
+            archive.seek(about.header_offset)
+            lengths = struct.unpack("<26xHH", archive.read(30))  # of two fields between this header and the data
+        return InFile(path, about.header_offset + 30 + sum(lengths) + file.tell(), _as_ours(header.dtype), header.shape)
 
     return _with_entry(path, name, locate_entry)
 
@@ -227,12 +227,12 @@ def _read_header(file: IO[bytes], size: int) -> _NpyHeader:
     `ValueError` if it declares more bytes than there are, before memory for them is allocated.
     """
     version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    said = _NpyHeader(*read(file))
-    claimed = math.prod(said.shape) * said.dtype.itemsize
-    if not said.dtype.hasobject and claimed != size - file.tell():
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    header = _NpyHeader(*read_header(file))
+    claimed = math.prod(header.shape) * header.dtype.itemsize
+    if not header.dtype.hasobject and claimed != size - file.tell():
         raise ValueError(f"The array is said to have {claimed} bytes, and there are {size - file.tell()}.")
-    return said
+    return header
 
 
 DTYPES: dict[str, Any] = {
@@ -267,11 +267,11 @@ def safetensors_in(path: Path) -> tuple[dict[str, InSafetensors], dict[str, str]
             header = json.loads(file.read(length))
     except (SafetensorError, ValueError, OSError) as problem:
         raise UnreadableFileError(f"`{path}` is damaged: {problem}") from problem
-    notes = header.pop("__metadata__", None) or {}
+    metadata = header.pop("__metadata__", None) or {}
     return {
         name: InSafetensors(8 + length + about["data_offsets"][0], about["dtype"], tuple(about["shape"]))
         for name, about in header.items()
-    }, notes
+    }, metadata
 
 
 # A float8 is one byte with a name, which safetensors does not know: the byte is stored, and the name beside it.
@@ -284,12 +284,12 @@ def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _in_safetensors(path: Path) -> dict[str, InFile]:
-    found, float8 = safetensors_in(path)
+    entries, float8 = safetensors_in(path)
     try:
         dtypes = {
-            name: popxl.dtype.as_dtype(float8[name]).as_numpy() if name in float8 else np.dtype(DTYPES[each.dtype])
-            for name, each in found.items()
+            name: popxl.dtype.as_dtype(float8[name]).as_numpy() if name in float8 else np.dtype(DTYPES[entry.dtype])
+            for name, entry in entries.items()
         }
     except (KeyError, ValueError) as problem:
         raise UnreadableFileError(f"`{path}` is damaged: it holds a dtype that nobody knows: {problem}.") from problem
-    return {name: InFile(path, each.start, dtypes[name], each.shape) for name, each in found.items()}
+    return {name: InFile(path, entry.start, dtypes[name], entry.shape) for name, entry in entries.items()}

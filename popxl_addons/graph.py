@@ -71,7 +71,7 @@ class GraphWithNamedArgs:
 
     @property
     def grad_graph_info(self) -> GradGraphInfo:
-        """Relation of this gradient graph to its forward graph."""
+        """Relation of this gradient graph to its forward graph. `AttributeError` for other graphs."""
         if self._grad_graph_info is None:
             raise AttributeError("`grad_graph_info` attribute does not exist. Not a gradient graph.")
         return self._grad_graph_info

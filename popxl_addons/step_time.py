@@ -166,14 +166,14 @@ def gpt_step_time(
     figures = target.chip if efficiency is None else target.chip.model_copy(update={"efficiency": efficiency})
     recomputes = _keeps_too_much(sizes, micro_batch, figures) if recompute is None else recompute
     network = _Network(figures, layout)
-    parts = [_part(kind, sizes, tensor, micro_batch, network) for kind in ("layer", "embedding", "head")]
-    layer, _, head = parts
-    own = layers // pipeline
-    stages = [_stage(stage, pipeline, own, parts, recomputes) for stage in range(pipeline)]
-    handed = network.handed(2 * micro_batch * sequence * hidden) if pipeline > 1 else 0.0
+    model_parts = [_part(kind, sizes, tensor, micro_batch, network) for kind in ("layer", "embedding", "head")]
+    layer, _, head = model_parts
+    stage_layers = layers // pipeline
+    stages = [_stage(stage, pipeline, stage_layers, model_parts, recomputes) for stage in range(pipeline)]
+    transfer = network.handed(2 * micro_batch * sequence * hidden) if pipeline > 1 else 0.0
     times = [forward for forward, _ in stages] + [backward for _, backward in reversed(stages)]
-    timeline = _schedule(pipeline, layout.steps).simulate([_stage_seconds(time, figures) + handed for time in times])
-    parameters = own * sizes.layer_parameters / tensor
+    timeline = _schedule(pipeline, layout.steps).simulate([_stage_seconds(time, figures) + transfer for time in times])
+    parameters = stage_layers * sizes.layer_parameters / tensor
     embedded = (vocabulary / tensor + sequence) * hidden
     reduction = network.summed(2 * (parameters + embedded), "data")
     if pipeline > 1:  # the embedding and the head are one table, on two stages
@@ -182,7 +182,7 @@ def gpt_step_time(
     update = adam * round(parameters + embedded) / _ADAM
     seconds = timeline.seconds + reduction + update
     flops = 3 * layout.steps * (layers * layer[0].flops + head[0].flops) / pipeline
-    total = GraphTime().plus(layer[0], own).plus(layer[1], own)
+    total = GraphTime().plus(layer[0], stage_layers).plus(layer[1], stage_layers)
     return GPTStepTime(
         seconds=seconds,
         pipeline=timeline.seconds,
@@ -203,13 +203,13 @@ def _check(sizes: GPTSizes, layout: GPTLayout, chips: int | None) -> None:
             f"gpt_step_time: `tensor`, `data` and `pipeline` are {layout[:3]}, of {layout.chips} chips in all; `chips` "
             f"is {chips}."
         )
-    for what, count, parts, by in (
+    for name, count, factor, axes in (
         ("layers", sizes.layers, layout.pipeline, "pipeline"),
         ("heads", sizes.heads, layout.tensor, "tensor"),
         ("global_batch", layout.global_batch, layout.data * layout.micro_batch, "data` times `micro_batch"),
     ):
-        if parts < 1 or count % parts or count < 1:
-            raise ValueError(f"gpt_step_time: `{what}` is {count}; expected a multiple of `{by}`, which is {parts}.")
+        if factor < 1 or count % factor or count < 1:
+            raise ValueError(f"gpt_step_time: `{name}` is {count}; expected a multiple of `{axes}`, which is {factor}.")
 
 
 def _host(time: GraphTime, figures: Chip) -> float:
@@ -217,16 +217,16 @@ def _host(time: GraphTime, figures: Chip) -> float:
 
 
 def _stage(
-    stage: int, pipeline: int, layers: int, parts: Sequence[tuple[GraphTime, GraphTime]], recomputes: bool
+    stage: int, pipeline: int, layers: int, model_parts: Sequence[tuple[GraphTime, GraphTime]], recomputes: bool
 ) -> tuple[GraphTime, GraphTime]:
     """Work of a stage's forward and backward pass."""
-    layer, embedding, head = parts
+    layer, embedding, head = model_parts
     forward, backward = GraphTime().plus(layer[0], layers), GraphTime().plus(layer[1], layers)
     if recomputes:
         backward = backward.plus(layer[0], layers)
-    for part, is_here in ((embedding, stage == 0), (head, stage == pipeline - 1)):
-        if is_here:
-            forward, backward = forward.plus(part[0]), backward.plus(part[1])
+    for model_part, is_included in ((embedding, stage == 0), (head, stage == pipeline - 1)):
+        if is_included:
+            forward, backward = forward.plus(model_part[0]), backward.plus(model_part[1])
     return forward, backward
 
 
@@ -266,12 +266,12 @@ class _UnfusedAttention(Module):
         parallel = TensorParallel.along(self.tensor, "Attention")
         batch, length, width = x.shape
         heads = parallel.share(self.heads, "`heads`")
-        own = heads * (width // self.heads)
-        self.qkv, self.output = parallel.columns(3 * own, True), parallel.rows(width, True)
-        parts = ops.split(self.qkv(parallel.entered(x)), 3, axis=-1)
-        q, k, v = (t.reshape((batch, length, heads, own // heads)).transpose((0, 2, 1, 3)) for t in parts)
+        local_width = heads * (width // self.heads)
+        self.qkv, self.output = parallel.columns(3 * local_width, True), parallel.rows(width, True)
+        projections = ops.split(self.qkv(parallel.entered(x)), 3, axis=-1)
+        q, k, v = (t.reshape((batch, length, heads, local_width // heads)).transpose((0, 2, 1, 3)) for t in projections)
         weights = ops.dropout(ops.softmax(q @ k.transpose((0, 1, 3, 2)), -1), seed, 0.1)
-        return self.output((weights @ v).transpose((0, 2, 1, 3)).reshape((batch, length, own)))
+        return self.output((weights @ v).transpose((0, 2, 1, 3)).reshape((batch, length, local_width)))
 
 
 class _Layer(Module):
@@ -326,7 +326,7 @@ class _EmbeddingSum(Module):
 def _part(kind: str, sizes: GPTSizes, tensor: int, micro_batch: int, network: _Network) -> tuple[GraphTime, GraphTime]:
     """Times of a part's forward and gradient graphs for one micro-batch."""
     shape = sizes.hidden, sizes.heads, sizes.sequence, sizes.vocabulary, tensor, micro_batch
-    forward, backward = (graph_time(each, network.figures, network.exchanged) for each in _kernels(kind, *shape))
+    forward, backward = (graph_time(kernels, network.figures, network.exchanged) for kernels in _kernels(kind, *shape))
     return forward, backward
 
 
@@ -351,8 +351,8 @@ def _graphs(
         elif kind == "head":
             _, forward = _Head(math.ceil(vocabulary / tensor) * tensor, group).create_graph(text)
         else:
-            places = popxl.TensorSpec((sequence, hidden), popxl.float16)
-            _, forward = _EmbeddingSum(group).create_graph(text, places, seed)
+            positions = popxl.TensorSpec((sequence, hidden), popxl.float16)
+            _, forward = _EmbeddingSum(group).create_graph(text, positions, seed)
         wanted = [t for t in forward.graph.inputs if t.dtype.is_floating_point]
         backward = autodiff(forward, grads_required=wanted)
     return forward.graph, backward.graph
@@ -386,8 +386,8 @@ class _Network:
         self.figures, self.layout = figures, layout
 
     def _time(self, kind: str, nbytes: float, members: range) -> float:
-        places = [(i,) for i in range(self.layout.chips)]
-        spans = spans_of(self.figures, [(i,) for i in members], places)
+        all_chips = [(i,) for i in range(self.layout.chips)]
+        spans = spans_of(self.figures, [(i,) for i in members], all_chips)
         return collective_time(self.figures, kind, nbytes, spans).seconds
 
     def exchanged(self, kind: str, nbytes: int, stride: int, size: int) -> float:
@@ -402,5 +402,5 @@ class _Network:
 
     def handed(self, nbytes: int) -> float:
         """Transfer time from a stage to its successor."""
-        apart = self.layout.tensor * self.layout.data
-        return self._time("collective-permute", nbytes, range(0, 2 * apart, apart))
+        distance = self.layout.tensor * self.layout.data
+        return self._time("collective-permute", nbytes, range(0, 2 * distance, distance))

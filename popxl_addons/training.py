@@ -131,13 +131,13 @@ def train_step(
     streams = _checked_streams(module, inputs)
     accumulate = integer(accumulate, "train_step: `accumulate`")
     _check_settings(accumulate, len(streams) == len(inputs), optimizer, sharded, variables, precision, loss_scaling)
-    specs = [each.spec for each in inputs]
+    specs = [source.spec for source in inputs]
     _check_division(memory, micro_batches, optimizer_state)
     if is_budget(memory) and current_request() is None:
         _check_apart(inputs, variables, loss_scaling)
         division = {"micro_batches": micro_batches, "optimizer_state": optimizer_state}
-        how = {"accumulate": accumulate, "precision": precision, "loss_scaling": loss_scaling, "sharded": sharded}
-        memory = _planned_apart(module, streams, memory, optimizer=optimizer, **division, **how, **settings)
+        options = {"accumulate": accumulate, "precision": precision, "loss_scaling": loss_scaling, "sharded": sharded}
+        memory = _planned_apart(module, streams, memory, optimizer=optimizer, **division, **options, **settings)
     memory, count, location = _chosen(memory, micro_batches, optimizer_state, specs)
     batch = MicroBatches(specs, count)
     if loss_scaling is None:
@@ -155,8 +155,8 @@ def train_step(
         if variables is None:
             variables = factories.init_sharded() if sharded else factories.init()
         scale = loss_scaling.init() if isinstance(loss_scaling, DynamicLossScaling) else loss_scaling
-        loaded = ([_loaded(each, precision) for each in inputs] for _ in range(accumulate))
-        batches = (each for micro_batch in loaded for each in batch.slices_of(micro_batch))
+        loaded = ([_loaded(source, precision) for source in inputs] for _ in range(accumulate))
+        batches = (micro_batch for sources in loaded for micro_batch in batch.slices_of(sources))
         forward = gather_where_read(forward, variables)
         weights = variables if precision is None else precision.cast(variables, forward.args)
         treated = memory
@@ -183,13 +183,13 @@ def _checked_streams(module: Any, inputs: Sequence[Any]) -> list[popxl.HostToDev
     """The streams among the inputs. `TypeError` unless a module has streams and tensors for inputs."""
     if not isinstance(module, Module):
         raise TypeError(f"train_step: `module` must be a Module; got {module!r} ({type(module).__name__}).")
-    for i, each in enumerate(inputs):
-        if not isinstance(each, popxl.HostToDeviceStream | popxl.Tensor):
+    for i, source in enumerate(inputs):
+        if not isinstance(source, popxl.HostToDeviceStream | popxl.Tensor):
             raise TypeError(
                 f"train_step: `inputs[{i}]` must be a HostToDeviceStream, which `popxl.h2d_stream` makes, or a Tensor; "
-                f"got {each!r} ({type(each).__name__})."
+                f"got {source!r} ({type(source).__name__})."
             )
-    return [each for each in inputs if isinstance(each, popxl.HostToDeviceStream)]
+    return [source for source in inputs if isinstance(source, popxl.HostToDeviceStream)]
 
 
 def _check_settings(
@@ -256,8 +256,8 @@ def _chosen(
         requested.samples = samples_of(specs) if micro_batches == "auto" else 1
         requested.is_state_open = optimizer_state == "auto"
     stated = memory if requested is None else requested.request
-    parts = stated.micro_batches if micro_batches == "auto" else int(micro_batches)
-    return memory, parts, stated.optimizer_state if optimizer_state == "auto" else optimizer_state
+    count = stated.micro_batches if micro_batches == "auto" else int(micro_batches)
+    return memory, count, stated.optimizer_state if optimizer_state == "auto" else optimizer_state
 
 
 def _planned_apart(
@@ -265,17 +265,17 @@ def _planned_apart(
 ) -> MemoryPlan:
     """Memory plan within a budget, from a step built in a separate Ir."""
     outer = popxl.gir()
-    drawn = np.random.get_state()
+    random_state = np.random.get_state()
 
     def build(memory: MemoryPlan | MemoryPolicy) -> popxl.Ir:
-        np.random.set_state(drawn)  # initial values are those of the step itself
+        np.random.set_state(random_state)  # initial values are those of the step itself
         ir = popxl.Ir(outer.replication_factor, outer.axes or None)
         ir.options = outer.options.model_copy(deep=True)
         ir.num_host_transfers = outer.num_host_transfers
         with get_current_context().isolated(), ir.main_graph:
             alike = [
-                popxl.h2d_stream(each.spec.shape, each.spec.dtype, num_host_transfers=each.num_host_transfers)
-                for each in streams
+                popxl.h2d_stream(stream.spec.shape, stream.spec.dtype, num_host_transfers=stream.num_host_transfers)
+                for stream in streams
             ]
             training = train_step(module, *alike, memory=memory, **arguments)
             host_store(training.loss)
@@ -284,7 +284,7 @@ def _planned_apart(
     try:
         return plan_memory(build, bytes_of(budget, "train_step: `memory`")).plan
     finally:
-        np.random.set_state(drawn)
+        np.random.set_state(random_state)
 
 
 def _check(module: Module, forward: GraphWithNamedArgs, fed: int) -> None:
@@ -296,15 +296,15 @@ def _check(module: Module, forward: GraphWithNamedArgs, fed: int) -> None:
             f"train_step: nothing is bound to the inputs {unbound} of the graph of `{kind}`: the modules that declare "
             f"them are no attributes of `{kind}`. Assign each to one; of a list, `Module.from_list(layers)`."
         )
-    if pieces := [name for name, t in forward.args.to_dict().items() if t.meta_shape]:
+    if sharded := [name for name, t in forward.args.to_dict().items() if t.meta_shape]:
         raise ValueError(
-            f"train_step: {pieces} are pieces within the graph, where nothing sums their gradients over replicas. "
+            f"train_step: {sharded} are pieces within the graph, where nothing sums their gradients over replicas. "
             "Declare whole variables, and use `sharded=True`."
         )
     if not forward.graph.outputs or forward.graph.outputs[0].shape:
-        made = forward.graph.outputs[0].spec if forward.graph.outputs else "nothing"
+        result = forward.graph.outputs[0].spec if forward.graph.outputs else "nothing"
         raise ValueError(
-            f"train_step: `{type(module).__name__}.build` returns {made} first; expected the loss, a scalar, such "
+            f"train_step: `{type(module).__name__}.build` returns {result} first; expected the loss, a scalar, such "
             "as `ops.mean(losses)`."
         )
     if complex_ones := [name for name, t in forward.args.to_dict().items() if t.dtype.is_complex]:
@@ -312,9 +312,9 @@ def _check(module: Module, forward: GraphWithNamedArgs, fed: int) -> None:
             f"train_step: the variables {complex_ones} are complex, and optimisers take real ones. Declare them as "
             "float32, with a last dimension of 2 for both parts, and use `ops.view_as_complex` of them."
         )
-    read = {t for op in forward.graph.ops for t in op.inputs}
+    reads = {t for op in forward.graph.ops for t in op.inputs}
     floats = {name: t for name, t in forward.args.to_dict().items() if t.dtype.is_floating_point}
-    if unread := [name for name, t in floats.items() if t not in read]:
+    if unread := [name for name, t in floats.items() if t not in reads]:
         raise ValueError(
             f"train_step: nothing reads the variables {unread}, so they have no gradient. Leave them out of "
             f"`{type(module).__name__}.build`."
@@ -341,8 +341,8 @@ def _gradients(
         backward = autodiff(forward, [loss], trained, memory=memory)
         (batch,) = batches
         site = bound.call_with_info(*batch(None))
-        found = backward.call(start, args=backward.grad_graph_info.inputs_dict(site))
-        return _upcast(site.outputs[0]), NamedTensors.pack(names, map(_upcast, found))
+        results = backward.call(start, args=backward.grad_graph_info.inputs_dict(site))
+        return _upcast(site.outputs[0]), NamedTensors.pack(names, map(_upcast, results))
     means, backward = autodiff_with_accumulation(forward, trained, [loss], dtype=popxl.float32, memory=memory)
     accumulators = means.init("gradients")
     ops.var_updates.accumulator_zero_(accumulators.mean_accum_counter)
@@ -350,17 +350,17 @@ def _gradients(
     for batch in batches:
         # A micro-batch begins when the gradients of those before are accumulated. Otherwise XLA postpones updates, or
         # computes several micro-batches together, and holds what they need meanwhile.
-        for each in accumulators.accum.tensors:
-            total = ops.available_after(total, each)
+        for t in accumulators.accum.tensors:
+            total = ops.available_after(total, t)
         site = bound.call_with_info(*batch(total))
         backward.bind(accumulators).call(start, args=backward.grad_graph_info.inputs_dict(site))
         total = total + _upcast(site.outputs[0])
     return total / count, accumulators.accum
 
 
-def _loaded(given: popxl.Tensor | popxl.HostToDeviceStream, precision: MixedPrecision | None) -> popxl.Tensor:
+def _loaded(source: popxl.Tensor | popxl.HostToDeviceStream, precision: MixedPrecision | None) -> popxl.Tensor:
     """Model input in computation dtype; next element for streams."""
-    t = ops.host_load(given) if isinstance(given, popxl.HostToDeviceStream) else given
+    t = ops.host_load(source) if isinstance(source, popxl.HostToDeviceStream) else source
     return t if precision is None else precision.narrowed(t)
 
 

@@ -50,39 +50,39 @@ class _Users:
 
 def _check(graph: Graph) -> None:
     """Make one pass in creation order, comparing every op with earlier ops."""
-    made_of = storages(graph.ops)
-    changing = {s for op in graph.ops if _overwrites(op) for i in op.modified for s in made_of[op.inputs[i]]}
-    regions = _Regions(made_of)
+    storages_of = storages(graph.ops)
+    changing = {s for op in graph.ops if _overwrites(op) for i in op.modified for s in storages_of[op.inputs[i]]}
+    regions = _Regions(storages_of)
     # Fragments of the program run one after the other, so users are grouped by execution context too.
     users: dict[object, _Users] = defaultdict(_Users)
     up_to: dict[object, int] = {}  # by id of an op and by called graph: it, and all that comes before it
     bit = 1
     for op in graph.ops:
-        before = 0
+        predecessors = 0
         for t in op.inputs:
             if t.producer is not None:
-                before |= up_to[t.producer.id]
+                predecessors |= up_to[t.producer.id]
         for id in op.after:
-            before |= up_to[id]
+            predecessors |= up_to[id]
         for callee in op.called_graphs:  # a gradient comes after its forward call, also if it needs no result of it
-            before |= up_to.get(callee.gradient_of, 0)
+            predecessors |= up_to.get(callee.gradient_of, 0)
         overwritten = op.modified if _overwrites(op) else frozenset()
         touched = [
             (t, i in overwritten, users[s, op.execution_context])
             for i, t in enumerate(op.inputs)
-            for s in made_of[t]
+            for s in storages_of[t]
             if s in changing and op.kind.view is None  # looking through a view counts, making it does not
         ]
-        for t, writes, known in touched:
-            for k in _bits((known.readers if writes else known.writers) & ~before):
-                for other, u, written in known.operands[k]:
-                    if (writes or written) and regions.overlap(t, u):
-                        raise _ambiguity(graph, op, t, other) if writes else _ambiguity(graph, other, u, op)
-        for t, writes, known in touched:
-            known.readers |= bit
-            known.writers |= bit if writes else 0
-            known.operands[bit].append((op, t, writes))
-        up_to[op.id] = before | (bit if touched else 0)
+        for t, writes, known_users in touched:
+            for k in _bits((known_users.readers if writes else known_users.writers) & ~predecessors):
+                for earlier, u, is_written in known_users.operands[k]:
+                    if (writes or is_written) and regions.overlap(t, u):
+                        raise _ambiguity(graph, op, t, earlier) if writes else _ambiguity(graph, earlier, u, op)
+        for t, writes, known_users in touched:
+            known_users.readers |= bit
+            known_users.writers |= bit if writes else 0
+            known_users.operands[bit].append((op, t, writes))
+        up_to[op.id] = predecessors | (bit if touched else 0)
         for callee in op.called_graphs:
             up_to[callee] = up_to.get(callee, 0) | up_to[op.id]
         bit <<= bool(touched)
@@ -98,15 +98,15 @@ def _bits(number: int) -> Iterator[int]:
 class _Regions:
     """Storage elements that a tensor views, computed on demand for ops whose order is otherwise ambiguous."""
 
-    def __init__(self, made_of: dict[Tensor, tuple[Tensor, ...]]) -> None:
-        self._storages = made_of
+    def __init__(self, storages_of: dict[Tensor, tuple[Tensor, ...]]) -> None:
+        self._storages = storages_of
         self._numbers: dict[Tensor, np.ndarray] = {}
         self._next = 0
 
     def overlap(self, a: Tensor, b: Tensor) -> bool:
         """Whether two tensors that share a storage share an element."""
-        (only, *more) = {*self._storages[a], *self._storages[b]}
-        if not more and only.nelms in (a.nelms, b.nelms):  # one of them is the whole storage
+        (storage, *more) = {*self._storages[a], *self._storages[b]}
+        if not more and storage.nelms in (a.nelms, b.nelms):  # one of them is the whole storage
             return True
         first, second = self._elements(a), self._elements(b)
         if not first.size or not second.size or first.max() < second.min() or second.max() < first.min():
@@ -115,15 +115,15 @@ class _Regions:
 
     def _elements(self, t: Tensor) -> np.ndarray:
         """Number tensor elements so that elements of equal storage have equal numbers."""
-        for each in bases_first(t.origin, self._numbers, self._bases_of):
-            bases = self._bases_of(each)
-            if bases and each.producer is not None:
+        for view in bases_first(t.origin, self._numbers, self._bases_of):
+            bases = self._bases_of(view)
+            if bases and view.producer is not None:
                 # A view only moves elements, so its effect on values is its effect on their numbers.
-                self._numbers[each] = np.asarray(each.producer.apply([self._numbers[base] for base in bases]))
+                self._numbers[view] = np.asarray(view.producer.apply([self._numbers[base] for base in bases]))
             else:
-                numbers = np.arange(self._next, self._next + each.nelms, dtype=np.int32)
-                self._numbers[each] = numbers.reshape(each.shape)
-                self._next += each.nelms
+                numbers = np.arange(self._next, self._next + view.nelms, dtype=np.int32)
+                self._numbers[view] = numbers.reshape(view.shape)
+                self._next += view.nelms
         return self._numbers[t.origin]
 
     def _bases_of(self, t: Tensor) -> list[Tensor]:

@@ -59,9 +59,9 @@ class Snapshot:
             outputs: whether additional outputs of graphs count as a change.
         """
         pairs = zip(self.graphs, self._contents, strict=True)
-        found = [text for graph, before in pairs for text in before.changes(graph, outputs)]
+        texts = [text for graph, content in pairs for text in content.changes(graph, outputs)]
         now: Mapping[str, Any] = {} if self._ir is None else _settings(self._ir)
-        return found + [
+        return texts + [
             f"{name} is {now[name]}, and was {value}" for name, value in self._settings.items() if now[name] != value
         ]
 
@@ -99,10 +99,10 @@ class _Content:
         yield from _differences(graph.title, "input by reference ", self.by_ref, now.by_ref)
         if outputs:
             yield from _differences(graph.title, "output ", self.outputs, now.outputs)
-        for i, (name, what) in enumerate(_PARTS.items()):
-            changed = [op for op, parts in self.ops.items() if op in now.ops and not _equal(now.ops[op][i], parts[i])]
+        for i, (name, difference) in enumerate(_PARTS.items()):
+            changed = [op for op, values in self.ops.items() if op in now.ops and not _equal(now.ops[op][i], values[i])]
             if changed and (outputs or name != "outputs"):
-                yield f"{_sample_text(changed)} has {what}"
+                yield f"{_sample_text(changed)} has {difference}"
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -110,17 +110,17 @@ def _equal(a: Any, b: Any) -> bool:
     return a is b or not isinstance(a, Mapping) and a == b
 
 
-def _differences(title: str, what: str, before: Collection[Any], now: Collection[Any]) -> Iterator[str]:
+def _differences(title: str, what: str, old: Collection[Any], now: Collection[Any]) -> Iterator[str]:
     """Added and removed items of a graph."""
-    then, there = {*before}, {*now}
-    gained, lost = [x for x in now if x not in then], [x for x in before if x not in there]
-    for verb, things in (("gained", gained), ("lost", lost)):
-        if things:
-            yield f"{title} has {verb} {what}{_sample_text(things)}"
-    if not gained and not lost and [*before] != [*now]:
+    old_set, now_set = {*old}, {*now}
+    gained, lost = [x for x in now if x not in old_set], [x for x in old if x not in now_set]
+    for verb, items in (("gained", gained), ("lost", lost)):
+        if items:
+            yield f"{title} has {verb} {what}{_sample_text(items)}"
+    if not gained and not lost and [*old] != [*now]:
         yield f"{title} has its {what.strip() or 'op'}s in another order"
 
 
-def _sample_text(things: Sequence[Any]) -> str:
+def _sample_text(items: Sequence[Any]) -> str:
     """Text of some ops or tensors, abbreviated after two."""
-    return listed((f"{x!r} ({x.source})" if isinstance(x, Op) else repr(x) for x in things), most=2)
+    return listed((f"{x!r} ({x.source})" if isinstance(x, Op) else repr(x) for x in items), most=2)

@@ -49,20 +49,22 @@ class Mesh:
         """Positions of the axes that the groups of a grouping extend along; `None` for groups of another form."""
         if grouping.is_const:
             return self.along(grouping.stride, grouping.group_size)
-        found = grouping.assignment
-        first = {r for r, group in enumerate(found) if group == found[0]}
+        assignment = grouping.assignment
+        first = {r for r, group in enumerate(assignment) if group == assignment[0]}
         axes = tuple(i for i, s in enumerate(self.strides) if s in first)
-        kept = [(s, n) for i, (s, n) in enumerate(zip(self.strides, self.sizes, strict=True)) if i not in axes]
-        places: dict[tuple[int, ...], int] = {}
-        alike = [places.setdefault(tuple(r // s % n for s, n in kept), len(places)) for r in range(len(found))]
-        return axes if alike == found else None
+        remaining = [(s, n) for i, (s, n) in enumerate(zip(self.strides, self.sizes, strict=True)) if i not in axes]
+        numbers: dict[tuple[int, ...], int] = {}
+        expected = [
+            numbers.setdefault(tuple(r // s % n for s, n in remaining), len(numbers)) for r in range(len(assignment))
+        ]
+        return axes if expected == assignment else None
 
     def count(self, axes: Iterable[int]) -> int:
         """The number of replicas along some axes."""
         return math.prod(self.sizes[i] for i in axes)
 
     def text(self, axes: Iterable[int]) -> str:
-        """Names of axes as text for messages:"""
+        """Names of axes as text: `` `data` and `tensor` ``."""
         return " and ".join(f"`{self.names[i]}`" for i in axes)
 
 
@@ -81,20 +83,20 @@ def mesh_of(ir: Ir, collectives: Iterable[Op], variables: Iterable[Variable] = (
     """
     groups = {(op.attributes["stride"], op.attributes["group_size"]) for op in collectives}
     all_groupings = map(attrgetter("replica_grouping"), variables)
-    groupings = {id(each): each for each in all_groupings}  # many variables have the same one
-    groups.update((r.stride, r.group_size) for each in groupings.values() if (r := each.const_rg))
+    groupings = {id(grouping): grouping for grouping in all_groupings}  # many variables have the same one
+    groups.update((r.stride, r.group_size) for grouping in groupings.values() if (r := grouping.const_rg))
     return _mesh(ir.replication_factor, ir.named_axes, frozenset(groups))
 
 
 @lru_cache(64)
 def _mesh(count: int, named: Axes | None, groups: Set[tuple[int, int]]) -> Mesh | None:
     """Mesh of `count` replicas with groups, each given by stride and size."""
-    places = {} if named is None else named.by_stride
-    dimensions = dimensions_of_groups(count, (*places, *groups))
+    axis_names = {} if named is None else named.by_stride
+    dimensions = dimensions_of_groups(count, (*axis_names, *groups))
     if dimensions is None:
         return None
     return Mesh(
-        tuple(_name(places, each, dimensions) for each in dimensions),
+        tuple(_name(axis_names, dimension, dimensions) for dimension in dimensions),
         tuple(stride for stride, _ in dimensions),
         tuple(size for _, size in dimensions),
     )
@@ -112,18 +114,20 @@ def dimensions_of_groups(count: int, groups: Iterable[tuple[int, int]]) -> list[
     ends = {1, count}
     for stride, size in groups:
         ends |= {stride, stride * size} if size > 1 else set()
-    found = sorted(ends)
-    if any(larger % smaller for smaller, larger in pairwise(found)):
+    bounds = sorted(ends)
+    if any(larger % smaller for smaller, larger in pairwise(bounds)):
         return None
-    return [(smaller, larger // smaller) for smaller, larger in pairwise(found)][::-1]
+    return [(smaller, larger // smaller) for smaller, larger in pairwise(bounds)][::-1]
 
 
-def _name(places: dict[tuple[int, int], str], dimension: tuple[int, int], all: Sequence[tuple[int, int]]) -> str:
+def _name(
+    axis_names: dict[tuple[int, int], str], dimension: tuple[int, int], dimensions: Sequence[tuple[int, int]]
+) -> str:
     """Dimension name: an axis, part of an axis, or a description."""
     stride, size = dimension
-    for (start, count), name in places.items():
+    for (start, count), name in axis_names.items():
         if start <= stride < start * count:
             return name if (stride, size) == (start, count) else f"{name} / {stride // start}"
-    if len(all) == 1:
+    if len(dimensions) == 1:
         return "replicas"
     return f"{size} replicas" if stride == 1 else f"{size} replicas, {stride} apart"

@@ -140,38 +140,38 @@ class OpKind:
         """Index the traits as attributes, which are read often."""
         self.traits = traits
         self.requirements = tuple(trait for trait in traits if isinstance(trait, Requirement))
-        others = [trait for trait in traits if not isinstance(trait, Requirement)]
-        known: dict[type, Any] = {type(trait): trait for trait in others}
-        if len(known) < len(others) or not all(isinstance(trait, Trait) for trait in traits):
+        plain_traits = [trait for trait in traits if not isinstance(trait, Requirement)]
+        by_type: dict[type, Any] = {type(trait): trait for trait in plain_traits}
+        if len(by_type) < len(plain_traits) or not all(isinstance(trait, Trait) for trait in traits):
             raise TypeError(
                 f"OpKind: the `traits` of {self.name} are {traits}; expected values of `popxl.core.traits`, each kind "
                 "of trait once (but for requirements)."
             )
-        self.view: View | None = known.get(View)
-        self.overwrites: Overwrites | None = known.get(Overwrites)
-        self.runs: Runs | None = known.get(Runs)
+        self.view: View | None = by_type.get(View)
+        self.overwrites: Overwrites | None = by_type.get(Overwrites)
+        self.runs: Runs | None = by_type.get(Runs)
         self.graphs = () if self.runs is None else self.runs.graphs  # names of the attributes that hold graphs
-        self.stands_for: Composite | None = known.get(Composite)
-        self.placed: Placed | None = known.get(Placed)
-        self.effect = Effect in known
-        self.schedules = Schedules in known
-        self.prefetched = Prefetched in known
-        self.exchange: str = known[Exchange].attribute if Exchange in known else ""
-        self.between_replicas = BetweenReplicas in known
-        self._between: BetweenReplicas = known.get(BetweenReplicas, BetweenReplicas())
-        self.asserts = Asserts in known
-        self.contracts: Contracts | None = known.get(Contracts)
-        self.recomputed_from: RecomputedFrom | None = known.get(RecomputedFrom)
-        self.sharding_rule: ShardingRule | None = known.get(ShardingRule)
-        self.real_only = RealOnly in known
-        self.ipus: str = known[OnIpus].attribute if OnIpus in known else ""
-        self.drops: Drops | None = known.get(Drops)
-        self.draws = Draws in known
+        self.stands_for: Composite | None = by_type.get(Composite)
+        self.placed: Placed | None = by_type.get(Placed)
+        self.effect = Effect in by_type
+        self.schedules = Schedules in by_type
+        self.prefetched = Prefetched in by_type
+        self.exchange: str = by_type[Exchange].attribute if Exchange in by_type else ""
+        self.between_replicas = BetweenReplicas in by_type
+        self._between: BetweenReplicas = by_type.get(BetweenReplicas, BetweenReplicas())
+        self.asserts = Asserts in by_type
+        self.contracts: Contracts | None = by_type.get(Contracts)
+        self.recomputed_from: RecomputedFrom | None = by_type.get(RecomputedFrom)
+        self.sharding_rule: ShardingRule | None = by_type.get(ShardingRule)
+        self.real_only = RealOnly in by_type
+        self.ipus: str = by_type[OnIpus].attribute if OnIpus in by_type else ""
+        self.drops: Drops | None = by_type.get(Drops)
+        self.draws = Draws in by_type
         self.aliased = self.overwrites is not None and self.overwrites.aliased
-        others_carry_out = (Runs, Composite, Exchange, BetweenReplicas, Effect)
-        self.is_carried_out_by_others = not known.keys().isdisjoint(others_carry_out)  # lowering is no call on arrays
+        external = (Runs, Composite, Exchange, BetweenReplicas, Effect)
+        self.is_carried_out_by_others = not by_type.keys().isdisjoint(external)  # lowering is no call on arrays
         anywhere = () if self.runs or self.stands_for or self.ipus else None
-        self.colocated: tuple[str, ...] | None = known[Colocated].operands if Colocated in known else anywhere
+        self.colocated: tuple[str, ...] | None = by_type[Colocated].operands if Colocated in by_type else anywhere
 
     def exchanged(self, attributes: Mapping[str, Any]) -> Makes:
         """Distribution of a collective's result over the members of a group."""
@@ -191,9 +191,9 @@ class OpKind:
 
     def check_attribute(self, name: str, does: str) -> None:
         """Raise `TypeError` for an unknown attribute name."""
-        known = self._parameters.attributes
-        if known is not None and self._renamed is None and name not in known:
-            raise TypeError(f"OpKind: {self.name} {does} `{name}`, and its attributes are {tuple(known)}.")
+        names = self._parameters.attributes
+        if names is not None and self._renamed is None and name not in names:
+            raise TypeError(f"OpKind: {self.name} {does} `{name}`, and its attributes are {tuple(names)}.")
 
     def __repr__(self) -> str:
         return f"OpKind[{self.name}]"
@@ -329,8 +329,8 @@ class OpKind:
         if op.gains:  # the op may have fewer inputs than its graph has gained
             expected = expected[: len(op.outputs)]
         if expected != [t.spec.to_tuple() for t in op.outputs]:
-            shown = ", ".join(map(brief, op.outputs))
-            raise PopxlError(f"{op!r} in {op.graph.title} does not make {shown} of its inputs.")
+            specs_text = ", ".join(map(brief, op.outputs))
+            raise PopxlError(f"{op!r} in {op.graph.title} does not make {specs_text} of its inputs.")
 
     def try_out(self, op: Op) -> None:
         """Raise if JAX cannot trace the op's function: shape rules ignore some attributes.
@@ -344,8 +344,8 @@ class OpKind:
         """Operands and attributes that recreate the op on other inputs."""
         if op.operands is None:
             return tuple(inputs), dict(op.attributes)
-        known = op.attributes | dict(zip(op.operands, inputs, strict=True))
-        operands = tuple(known[name] for name in self._operands if name in known)
+        values = op.attributes | dict(zip(op.operands, inputs, strict=True))
+        operands = tuple(values[name] for name in self._operands if name in values)
         return operands, {name: value for name, value in op.attributes.items() if name not in self._operands}
 
     def operand_names(self, count: int) -> tuple[str, ...]:
@@ -357,10 +357,10 @@ class OpKind:
 
     def _tensors(self, operands: tuple[Any, ...], graph: Graph) -> tuple[Tensor, ...]:
         """The tensors among the operands, after the checks that every op makes."""
-        here = graph.ref
+        current = graph.ref
         for i, operand in enumerate(operands):
             if isinstance(operand, Tensor):
-                if operand.graph_ref is not here:
+                if operand.graph_ref is not current:
                     raise foreign_tensor(self.name, self.operand_names(i + 1)[i], operand, graph)
             elif i < self._required or self._variadic:
                 raise not_a_tensor(self.name, self.operand_names(i + 1)[i], operand)
@@ -391,24 +391,26 @@ class OpKind:
         """Specs of the results; errors are told with the operands and the user's source line."""
         try:
             if self.shape is not None:
-                made = self.shape(*operands, **attributes)
-                return made if isinstance(made, TensorSpec) else _specs(made)
+                inferred = self.shape(*operands, **attributes)
+                return inferred if isinstance(inferred, TensorSpec) else _specs(inferred)
             return abstract_evaluation(self.on_arrays(names, attributes | plain), [t.spec for t in inputs])
         except (PopxlError, ValueError, TypeError) as problem:
             named = zip(names or self.operand_names(len(inputs)), inputs, strict=True)
             # An op that runs a graph names the input in question itself.
-            shown = "" if self.runs else ", ".join(f"`{name}` is {brief(t)}" for name, t in named)
-            here = f"Here {shown}. " if shown else ""
-            raise type(problem)(f"{self.name}: {problem} {here}{at_this_line(graph)}") from None
+            operands_text = "" if self.runs else ", ".join(f"`{name}` is {brief(t)}" for name, t in named)
+            context = f"Here {operands_text}. " if operands_text else ""
+            raise type(problem)(f"{self.name}: {problem} {context}{at_this_line(graph)}") from None
 
 
-def _specs(made: Any) -> Specs:
+def _specs(result: Any) -> Specs:
     """Normalize a shape rule's result: specs, or tensors with equal specs."""
-    several = made if isinstance(made, list | tuple) else [made]
-    if odd := [each for each in several if not isinstance(each, TensorSpec | Tensor)]:
-        raise TypeError(f"`shape` made {odd[0]!r} ({type(odd[0]).__name__}); expected the TensorSpec of a result.")
-    specs = [each if isinstance(each, TensorSpec) else each.spec for each in several]
-    return specs if several is made else specs[0]
+    several = result if isinstance(result, list | tuple) else [result]
+    if invalid := [item for item in several if not isinstance(item, TensorSpec | Tensor)]:
+        raise TypeError(
+            f"`shape` made {invalid[0]!r} ({type(invalid[0]).__name__}); expected the TensorSpec of a result."
+        )
+    specs = [item if isinstance(item, TensorSpec) else item.spec for item in several]
+    return specs if several is result else specs[0]
 
 
 _MISSING = object()
@@ -458,19 +460,19 @@ class _Parameters:
 
     def check_attributes(self, name: str, attributes: Mapping[str, Any]) -> None:
         """Raise `TypeError` for missing or surplus attributes."""
-        known = self.attributes
-        if known is None:
+        names = self.attributes
+        if names is None:
             return
-        odd = [n for n, required in known.items() if required and n not in attributes] + [*attributes.keys() - known]
+        odd = [n for n, required in names.items() if required and n not in attributes] + [*attributes.keys() - names]
         if odd:
-            raise TypeError(f"{name}: the attributes {sorted(odd)} are missing, or too many; there are {[*known]}.")
+            raise TypeError(f"{name}: the attributes {sorted(odd)} are missing, or too many; there are {[*names]}.")
 
     def with_groups(self) -> _Parameters:
         """Replace the function's group parameter by attributes that construct a group."""
         if self.attributes is None:
             return self
-        own = {key: required for key, required in self.attributes.items() if key != "group"}
-        return replace(self, attributes=own | {"stride": True, "group_size": True})
+        named = {key: required for key, required in self.attributes.items() if key != "group"}
+        return replace(self, attributes=named | {"stride": True, "group_size": True})
 
     def sorted_out(
         self, name: str, operands: tuple[Any, ...], keywords: dict[str, Any]

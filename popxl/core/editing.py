@@ -26,25 +26,25 @@ def reorder(graph: Graph, ops: Iterable[Op]) -> None:
     if len(ops) != len(graph.ops) or {*ops} != {*graph.ops}:
         raise PopxlError(f"reorder: the new order of {graph.title} has to name each of its ops once.")
     needs = dependencies(graph)
-    met: set[Op] = set()
+    placed: set[Op] = set()
     for op in ops:
-        if late := needs[op].ops - met:
+        if late := needs[op].ops - placed:
             first = min(late, key=graph.ops.index)
             raise PopxlError(
                 f"reorder: {op!r} ({op.source}) has to come after {first!r} ({first.source}) in {graph.title}."
             )
-        met.add(op)
+        placed.add(op)
     graph.ops = ops
     graph.ir.edits.record_edit()
 
 
-def replace(graph: Graph, ops: Sequence[Op], by: Callable[..., Any]) -> None:
+def replace(graph: Graph, ops: Sequence[Op], build: Callable[..., Any]) -> None:
     """See `Graph.replace`."""
     start, inputs, outputs = _replaceable(graph, ops)
-    first, as_it_was, tensors = ops[0], graph.ops, graph._tensors
-    count = len(as_it_was)
+    first, old_ops, tensors = ops[0], graph.ops, graph._tensors
+    count = len(old_ops)
     context = get_current_context()
-    place = context.set(
+    site_context = context.set(
         ipu_id=first.ipu,
         io_tile_set=first.io_tiles,
         execution_context=first.execution_context,
@@ -52,17 +52,17 @@ def replace(graph: Graph, ops: Sequence[Op], by: Callable[..., Any]) -> None:
         sequence=Sequencer(),
     )
     with context.defer_hooks():
-        graph.ops, graph._tensors = [*as_it_was], {**tensors}
+        graph.ops, graph._tensors = [*old_ops], {**tensors}
         try:
-            with graph, place:
-                made = by(*inputs)
-            results = [made] if isinstance(made, Tensor) else list(made or ())
+            with graph, site_context:
+                returned = build(*inputs)
+            results = [returned] if isinstance(returned, Tensor) else list(returned or ())
             _check_replacement(graph, outputs, results, graph.ops[count:], {*graph.ops[start:count]})
         except BaseException:
             for op in graph.ops[count:]:
                 for callee in op.called_graphs:
                     callee.call_sites.remove(op)
-            graph.ops, graph._tensors = as_it_was, tensors
+            graph.ops, graph._tensors = old_ops, tensors
             raise
         _splice(graph, start, ops, graph.ops[count:], dict(zip(results, outputs, strict=True)))
 
@@ -82,8 +82,8 @@ def _check_replacement(
     graph: Graph, outputs: Sequence[Tensor], results: Sequence[Any], new: Sequence[Op], later: AbstractSet[Op]
 ) -> None:
     """Check replacement tensors for outputs; their ops may not depend on `later` ops."""
-    own = [t for op in new if op.kind.view is None for t in op.outputs]
-    if len(results) != len(outputs) or len({*results}) != len(results) or not {*own}.issuperset(results):
+    new_tensors = [t for op in new if op.kind.view is None for t in op.outputs]
+    if len(results) != len(outputs) or len({*results}) != len(results) or not {*new_tensors}.issuperset(results):
         raise PopxlError(
             f"replace: for the results {list(outputs)} the new ops have to make {len(outputs)} tensors, no views; "
             f"got {list(results)}."
@@ -91,53 +91,53 @@ def _check_replacement(
     for t, result in zip(outputs, results, strict=True):
         same_storage = t._origin is result._origin
         if t.spec != result.spec or not same_storage:
-            what = "another spec" if same_storage else "storage that is shared otherwise"
-            raise PopxlError(f"replace: {result!r}, which is to take the place of {t!r}, has {what}.")
+            difference = "another spec" if same_storage else "storage that is shared otherwise"
+            raise PopxlError(f"replace: {result!r}, which is to take the place of {t!r}, has {difference}.")
     for op in new:
         for t in op.inputs:
             if t.producer in later:
                 raise PopxlError(f"replace: {op!r} needs {t!r}, which is made later in {graph.title}.")
 
 
-def _splice(graph: Graph, start: int, old: Sequence[Op], new: Sequence[Op], given: Mapping[Tensor, Tensor]) -> None:
-    """Move new ops from the end of the schedule to the position of old ops, with `given` as their results."""
+def _splice(graph: Graph, start: int, old: Sequence[Op], new: Sequence[Op], replaced: Mapping[Tensor, Tensor]) -> None:
+    """Move new ops from the end of the schedule to the position of old ops, with `replaced` as their results."""
     for op in new:
-        inputs, outputs = (tuple(given.get(t, t) for t in ts) for ts in (op.inputs, op.outputs))
+        inputs, outputs = (tuple(replaced.get(t, t) for t in ts) for ts in (op.inputs, op.outputs))
         op.edit(inputs=inputs, outputs=outputs)
-    for result, t in given.items():
+    for result, t in replaced.items():
         t._producer = result._producer
         graph.forget(result)
     for op in old:
         for callee in op.called_graphs:
             callee.call_sites.remove(op)
-    gone, come = {op.id for op in old}, [op.id for op in new]
-    before = tuple(dict.fromkeys(id for op in old for id in op.after if id not in gone))
+    old_ids, new_ids = {op.id for op in old}, [op.id for op in new]
+    predecessors = tuple(dict.fromkeys(id for op in old for id in op.after if id not in old_ids))
     for op in new:
-        op.after = before + op.after
+        op.after = predecessors + op.after
     graph.ops = [*graph.ops[:start], *new, *graph.ops[start + len(old) : len(graph.ops) - len(new)]]
     graph.ir.edits.record_edit()
     for op in graph.ops:
-        if not gone.isdisjoint(op.after):
-            op.after = with_ids_replaced(op.after, gone, come)
-    get_current_context().sequence.replace(gone, come)
+        if not old_ids.isdisjoint(op.after):
+            op.after = with_ids_replaced(op.after, old_ids, new_ids)
+    get_current_context().sequence.replace(old_ids, new_ids)
 
 
-def move(graph: Graph, ops: Iterable[Op], into: Graph, given: Mapping[Tensor, Tensor]) -> None:
+def move(graph: Graph, ops: Iterable[Op], into: Graph, bindings: Mapping[Tensor, Tensor]) -> None:
     """See `Graph.move`."""
     going = {*ops}
     moved = [op for op in graph.ops if op in going]
-    made = {t for op in moved for t in op.outputs}
-    _check_move(graph, going, made, into, given)
-    goes = {op.id: op in going for op in graph.ops}
+    results = {t for op in moved for t in op.outputs}
+    _check_move(graph, going, results, into, bindings)
+    moves = {op.id: op in going for op in graph.ops}
     nearest: dict[tuple[int, bool], tuple[int, ...]] = {}  # the ops directly before one, in either graph
     for op in graph.ops:
-        for side in (True, False):
-            before = (id for a in op.after for id in ((a,) if goes[a] is side else nearest[a, side]))
-            nearest[op.id, side] = tuple(dict.fromkeys(before))
+        for is_moved in (True, False):
+            predecessors = (id for a in op.after for id in ((a,) if moves[a] is is_moved else nearest[a, is_moved]))
+            nearest[op.id, is_moved] = tuple(dict.fromkeys(predecessors))
     sequence = get_current_context().sequence
     for op in graph.ops:
-        op.after = nearest[op.id, goes[op.id]]
-        if goes[op.id]:
+        op.after = nearest[op.id, moves[op.id]]
+        if moves[op.id]:
             sequence.replace({op.id}, nearest[op.id, False])
     graph.ops = [op for op in graph.ops if op not in going]
     for op in moved:
@@ -146,12 +146,12 @@ def move(graph: Graph, ops: Iterable[Op], into: Graph, given: Mapping[Tensor, Te
         for t in op.outputs:
             graph.forget(t)
             into._adopt(t, t.name)
-        op.edit(inputs=tuple(t if t in made else given[t] for t in op.inputs), _graph=into.ref)
+        op.edit(inputs=tuple(t if t in results else bindings[t] for t in op.inputs), _graph=into.ref)
         into.take_in(op)
 
 
 def _check_move(
-    graph: Graph, going: AbstractSet[Op], made: AbstractSet[Tensor], into: Graph, given: Mapping[Tensor, Tensor]
+    graph: Graph, going: AbstractSet[Op], results: AbstractSet[Tensor], into: Graph, bindings: Mapping[Tensor, Tensor]
 ) -> None:
     """Check that ops, with their results, can move to another graph."""
     if strangers := going - {*graph.ops}:
@@ -160,15 +160,15 @@ def _check_move(
         raise PopxlError(f"move: {into!r} has to be another graph of the same Ir, and one that nothing calls.")
     for op in graph.ops:
         for t in op.inputs:
-            twin = given.get(t)
-            if op not in going and t in made:
+            twin = bindings.get(t)
+            if op not in going and t in results:
                 raise PopxlError(f"move: {op!r} ({op.source}) stays in {graph.title} and needs {t!r}, which goes.")
-            if op not in going or t in made:
+            if op not in going or t in results:
                 continue
             if twin is None or twin.graph_ref is not into.ref or twin.spec.to_tuple() != t.spec.to_tuple():
                 raise PopxlError(
                     f"move: {op!r} ({op.source}) reads {t!r}, which stays in {graph.title}; `given` has to say what "
                     f"it reads instead: a tensor of {into.title}, of the same spec. It says {twin!r}."
                 )
-    if outputs := made & {*graph._outputs}:
+    if outputs := results & {*graph._outputs}:
         raise PopxlError(f"move: {[*outputs]} are outputs of {graph.title}; they have to stay.")

@@ -43,7 +43,7 @@ class OpSignature(NamedTuple):
 
 
 class Op:
-    """Op in a graph:
+    """Op in a graph: kind, operands, results, placement and source line.
 
     Attributes:
         kind: the declaration.

@@ -103,10 +103,10 @@ class CallSiteInfo:
     def parents(self) -> dict[Tensor, Tensor]:
         """Map graph inputs and outputs to caller tensors; see `graph_to_parent`."""
         graph = self.called_graph
-        found: dict[Tensor, Tensor] = {}
+        caller_of: dict[Tensor, Tensor] = {}
         for t, result in zip(graph.outputs[self._first_output :], self.op.outputs, strict=False):
-            found.setdefault(t, result)
-        return found | dict(zip(graph.inputs[self._first_input :], self.op.inputs, strict=False))
+            caller_of.setdefault(t, result)
+        return caller_of | dict(zip(graph.inputs[self._first_input :], self.op.inputs, strict=False))
 
     def parent_to_graph(self, parent_tensor: Tensor) -> Tensor:
         """The first graph input bound to a caller tensor.
@@ -167,10 +167,10 @@ def check_fit(graph: Graph, inputs: Iterable[Tensor], graph_inputs: Iterable[Ten
     """
     compared = 3 if graph.gradient_of is None else 2  # of shape, dtype, meta-shape
     unfit = [
-        f"the input `{wanted.name}` of {graph.title} is {_described(wanted)}, and {given.id!r}, which is bound to it, "
-        f"is {_described(given)}"
-        for given, wanted in zip(inputs, graph_inputs, strict=True)
-        if given.spec.to_tuple()[:compared] != wanted.spec.to_tuple()[:compared]
+        f"the input `{wanted.name}` of {graph.title} is {_described(wanted)}, and {t.id!r}, which is bound to it, "
+        f"is {_described(t)}"
+        for t, wanted in zip(inputs, graph_inputs, strict=True)
+        if t.spec.to_tuple()[:compared] != wanted.spec.to_tuple()[:compared]
     ]
     if unfit:
         raise PopxlError(f"{'; '.join(unfit)}. Nothing is broadcast or converted at a call.")
@@ -217,7 +217,7 @@ def seeds_of(graph: Graph, gs: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
     for t, g in zip(graph.outputs, gs, strict=False):
         if g is not None:
             arrived.setdefault(t, []).append(g)
-    return {t: parts[0] if len(parts) == 1 else add_n(*parts) for t, parts in arrived.items()}
+    return {t: terms[0] if len(terms) == 1 else add_n(*terms) for t, terms in arrived.items()}
 
 
 def check_all_seeds_used(seeds: Mapping[Tensor, Tensor], info: Any) -> None:
@@ -239,13 +239,13 @@ def grad_info_for_call(forward: Any, graph: Graph) -> Any:
     info = forward.differentiate(graph)
     if info is None:
         return None
-    outside = {*graph.inputs, *graph.outputs}
-    beyond = [e.fwd_tensor for e in info.expected_inputs if e.fwd_tensor not in outside]
-    beyond += [t for t in info.outputs if t not in graph.inputs]
-    if beyond:
+    visible = {*graph.inputs, *graph.outputs}
+    hidden = [e.fwd_tensor for e in info.expected_inputs if e.fwd_tensor not in visible]
+    hidden += [t for t in info.outputs if t not in graph.inputs]
+    if hidden:
         raise PopxlError(
             f"autodiff: the gradient graph {info.graph.id} cannot be used where {graph.title} is called: "
-            f"{', '.join(map(repr, beyond))} would have to be inputs or outputs of {graph.title}, and gradients are of "
+            f"{', '.join(map(repr, hidden))} would have to be inputs or outputs of {graph.title}, and gradients are of "
             "inputs."
         )
     added = info.graph.inputs[len(info.expected_inputs) :]
@@ -345,8 +345,8 @@ def call_op(
             "Where it is meant by value, pass a copy, such as `ops.identity(t)`."
         )
     op = kind.record(*bound, graph=graph, results=names, **attributes)
-    for given, wanted in zip(bound, graph.inputs[len(graph.inputs) - len(bound) :], strict=True):
-        wanted.bound_to(given)
+    for t, wanted in zip(bound, graph.inputs[len(graph.inputs) - len(bound) :], strict=True):
+        wanted.bound_to(t)
     return op
 
 
@@ -361,8 +361,8 @@ def bind_inputs(
 
     All checks come before any constant is made, so that nothing is left behind by a call that is refused.
     """
-    here = get_current_context().graph
-    check_callable(graph, here)
+    current = get_current_context().graph
+    check_callable(graph, current)
     check_type(positional, Iterable, f"The inputs of the {which} graph {graph.name}", "an iterable of values")
     positional = list(positional)
     values = list(_flattened(positional))
@@ -375,14 +375,14 @@ def bind_inputs(
             f"{len(graph.inputs)} inputs {list(graph.inputs_by_name)}.{hint}"
         )
     for i, value in enumerate(values):
-        if isinstance(value, Tensor) and value.graph_ref is not here.ref:
-            raise foreign_tensor("call", f"input {i}", value, here)
+        if isinstance(value, Tensor) and value.graph_ref is not current.ref:
+            raise foreign_tensor("call", f"input {i}", value, current)
     named = {} if by_tensor is None else by_tensor
     check_type(
         named, Mapping, f"`inputs_dict` of the {which} graph {graph.name}", "a mapping from its inputs to values"
     )
     named = dict(named)
-    _check_named(graph, named, here, which)
+    _check_named(graph, named, current, which)
     bound: dict[Tensor, Any] = dict(zip(graph.inputs, values, strict=False))
     for key in named:
         if key in bound:
@@ -403,7 +403,7 @@ def bind_inputs(
     return tuple(constant(arrays[t], t.dtype) if t in arrays else _shard_or_tensor(bound[t], t) for t in graph.inputs)
 
 
-def _check_named(graph: Graph, named: Mapping[Any, Any], here: Graph, which: str) -> None:
+def _check_named(graph: Graph, named: Mapping[Any, Any], current: Graph, which: str) -> None:
     """Check the keys (graph inputs) and tensors (current graph) of an `inputs_dict`."""
     for key in named:
         if not isinstance(key, Tensor):
@@ -411,30 +411,30 @@ def _check_named(graph: Graph, named: Mapping[Any, Any], here: Graph, which: str
         if key.graph_ref is not graph.ref:
             raise ValueError(f"call: the key {key!r} of `inputs_dict` is not in the {which} graph {graph.name}.")
     for key, value in named.items():
-        if isinstance(value, Tensor) and value.graph_ref is not here.ref:
-            raise foreign_tensor("call", f"input {key.name}", value, here)
-    own = {*graph.inputs}
+        if isinstance(value, Tensor) and value.graph_ref is not current.ref:
+            raise foreign_tensor("call", f"input {key.name}", value, current)
+    inputs_ = {*graph.inputs}
     for key in named:
-        if key not in own:
+        if key not in inputs_:
             raise PopxlError(f"call: the key {key!r} of `inputs_dict` is in {graph.title}, but is not an input of it.")
 
 
-def _shard_or_tensor(given: Tensor, wanted: Tensor) -> Tensor:
+def _shard_or_tensor(t: Tensor, wanted: Tensor) -> Tensor:
     """Bind a sharded variable's shard where the graph expects a shard, otherwise the tensor."""
-    if wanted.meta_shape and isinstance(given, Variable) and given.piece is not None:
-        return given.piece
-    return given
+    if wanted.meta_shape and isinstance(t, Variable) and t.piece is not None:
+        return t.piece
+    return t
 
 
-def check_callable(graph: Any, here: Graph, argument: str = "call: `graph`") -> None:
+def check_callable(graph: Any, current: Graph, argument: str = "call: `graph`") -> None:
     """Refuse what the current graph cannot call."""
     expected = "a Graph: what `ir.create_graph` returns, or the `graph` of what a module's `create_graph` does"
     check_type(graph, Graph, argument, expected)
-    if graph.ir is not here.ir:
-        raise ValueError(f"call: {graph.title} is of another Ir than {here.title}, which is current.")
+    if graph.ir is not current.ir:
+        raise ValueError(f"call: {graph.title} is of another Ir than {current.title}, which is current.")
     # A graph without callers, which is the usual case, can only call itself directly.
-    if graph is here or (here.call_sites and here in reachable(graph)):
-        raise PopxlError(f"call: {here.title} would be a graph that calls itself, by way of {graph.title}.")
+    if graph is current or (current.call_sites and current in reachable(graph)):
+        raise PopxlError(f"call: {current.title} would be a graph that calls itself, by way of {graph.title}.")
 
 
 def _flattened(values: Iterable[Any]) -> Iterable[Any]:

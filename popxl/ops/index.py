@@ -41,19 +41,19 @@ def or_beyond(indices: Any, size: int) -> Any:
     There JAX's `mode="drop"` drops writes, and `mode="fill"` fills in reads; by default it counts negative indices from
     the back.
     """
-    wide = widen_indices(indices)  # only in range may 64 bits be narrowed, which wraps
-    return jnp.where((wide >= 0) & (wide < size), wide.astype(jnp.int32), size)
+    widened = widen_indices(indices)  # only in range may 64 bits be narrowed, which wraps
+    return jnp.where((widened >= 0) & (widened < size), widened.astype(jnp.int32), size)
 
 
 def _gathered(t: Any, indices: Any, *, axis: int, group_size: int | None = None, **hints: Any) -> TensorSpec:
-    at = one_axis(axis, len(t.shape))
-    if group_size is not None and at == 0:
+    dimension = one_axis(axis, len(t.shape))
+    if group_size is not None and dimension == 0:
         raise PopxlError(
             f"`axis` is {axis}, the dimension of the {group_size} groups; expected one of those after it, 1 to "
             f"{len(t.shape) - 1}, counted in the whole of `t`."
         )
-    picked = indices.shape if group_size is None else indices.shape[1:]
-    return TensorSpec(t.shape[:at] + picked + t.shape[at + 1 :], t.dtype)
+    index_shape = indices.shape if group_size is None else indices.shape[1:]
+    return TensorSpec(t.shape[:dimension] + index_shape + t.shape[dimension + 1 :], t.dtype)
 
 
 def _gather(t: Any, indices: Any, *, axis: int, zero_OOR: bool, group_size: int | None = None, **hints: Any) -> Any:
@@ -70,28 +70,32 @@ def _scattered(g: Any, indices: Any, *, axis: int, shape: tuple[int, ...], group
     if group_size is not None:
         return jax.vmap(functools.partial(_scattered, axis=axis - 1, shape=shape[1:]))(g, indices)
     g = widen(g)
-    places = (*(builtins.slice(None),) * axis, or_beyond(indices, shape[axis]))
-    return jnp.zeros(shape, g.dtype).at[places].add(g, mode="drop", wrap_negative_indices=False)
+    index = (*(builtins.slice(None),) * axis, or_beyond(indices, shape[axis]))
+    return jnp.zeros(shape, g.dtype).at[index].add(g, mode="drop", wrap_negative_indices=False)
 
 
-def _subscripts(rank: int, places: int, axis: int, group_size: int | None) -> tuple[str, str, str]:
+def _subscripts(rank: int, index_rank: int, axis: int, group_size: int | None) -> tuple[str, str, str]:
     """Subscripts of a gather: of the tensor, of the indices along an axis, and of the result."""
-    at = axis % rank
-    whole, of_places = ascii_letters[:rank], ascii_letters[rank : rank + places]
-    before, after, first = whole[:at], whole[at + 1 :], 0 if group_size is None else 1
-    return f"{before}_{after}", whole[:first] + of_places[first:], f"{before}{of_places[first:]}{after}"
+    dimension = axis % rank
+    letters, index_letters = ascii_letters[:rank], ascii_letters[rank : rank + index_rank]
+    leading, trailing, first = letters[:dimension], letters[dimension + 1 :], 0 if group_size is None else 1
+    return (
+        f"{leading}_{trailing}",
+        letters[:first] + index_letters[first:],
+        f"{leading}{index_letters[first:]}{trailing}",
+    )
 
 
 def _gather_subscripts(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> str:
     t, indices = map(len, shapes)
-    whole, places, picked = _subscripts(t, indices, attributes["axis"], attributes.get("group_size"))
-    return f"{whole},{places}->{picked}"
+    operand, index, result = _subscripts(t, indices, attributes["axis"], attributes.get("group_size"))
+    return f"{operand},{index}->{result}"
 
 
 def _scatter_subscripts(shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> str:
     rank, indices = len(attributes["shape"]), len(shapes[1])
-    whole, places, picked = _subscripts(rank, indices, attributes["axis"], attributes.get("group_size"))
-    return f"{picked},{places}->{whole}"
+    result, index, operand = _subscripts(rank, indices, attributes["axis"], attributes.get("group_size"))
+    return f"{operand},{index}->{result}"
 
 
 _gather_grad = OpKind(

@@ -129,9 +129,9 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     info = forward.differentiate(wrapper)
     if info is None:
         return {}
-    same = [t for t in info.outputs if t in own_inputs[carried:]]
+    invariants = [t for t in info.outputs if t in own_inputs[carried:]]
     rows = rows_of(wrapper)
-    picked = [t for t in info.outputs if t in rows]
+    row_gradients = [t for t in info.outputs if t in rows]
 
     ir = wrapper.ir
     initial: list[Tensor] = []
@@ -143,7 +143,7 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
 
     iteration, go_on = body.add_input(TensorSpec((), dtypes.int32), "iteration"), body.add_input(_FLAG, "keep_going")
     seeds = {k: add_input(results[k], seed_or_zeros(gs[k], results[k]), "Gradient___") for k in flowing}
-    sums = {t: add_input(t, init(t.shape, t.dtype), "Gradient___") for t in same}
+    sums = {t: add_input(t, init(t.shape, t.dtype), "Gradient___") for t in invariants}
     of_stacks = [
         (t, add_input(t, g, "Gradient___"))
         for t, g in zip(wrapper.outputs[EXTRA_OUTPUTS + carried :], gs[carried:], strict=False)  # some are just added
@@ -159,24 +159,26 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
         elif t not in wrapper.inputs[:EXTRA_INPUTS]:
             stacks[t] = add_input(t, forward.read(_stack_of(op, t)))
     with body:
-        known = {wrapper.inputs[0]: iteration, wrapper.inputs[1]: go_on} | invariant
+        values = {wrapper.inputs[0]: iteration, wrapper.inputs[1]: go_on} | invariant
         arrived = [(results[k], seed) for k, seed in seeds.items()]
-        known |= {t: _stack_row(stack, iteration, t) for t, stack in stacks.items()}
+        values |= {t: _stack_row(stack, iteration, t) for t, stack in stacks.items()}
         arrived += [(t, _stack_row(stack, iteration, t)) for t, stack in of_stacks]
-        given = [
-            known[expected.fwd_tensor] if expected.is_activation else _total(expected.fwd_tensor, arrived)
+        operands = [
+            values[expected.fwd_tensor] if expected.is_activation else _total(expected.fwd_tensor, arrived)
             for expected in info.expected_inputs
         ]
-        found = call_gradient_graph(info, given)
-        for t in (go_on, *(seed_or_zeros(found.get(own_inputs[k]), results[k]) for k in flowing)):
+        gradients = call_gradient_graph(info, operands)
+        for t in (go_on, *(seed_or_zeros(gradients.get(own_inputs[k]), results[k]) for k in flowing)):
             body.add_output(t)
-        for t in same:
-            body.add_output(sums[t] + found[t])
-        for t in picked:
-            body.add_output(found[t])
+        for t in invariants:
+            body.add_output(sums[t] + gradients[t])
+        for t in row_gradients:
+            body.add_output(gradients[t])
     backwards = not op.attributes.get("backwards", False)
-    sources = [*(own_inputs[k] for k in flowing), *same, *(rows[t] for t in picked)]
-    loop = loop_op(body, tuple(initial), count, len(flowing) + len(same), backwards, loop_names(body, EXTRA_OUTPUTS))
+    sources = [*(own_inputs[k] for k in flowing), *invariants, *(rows[t] for t in row_gradients)]
+    loop = loop_op(
+        body, tuple(initial), count, len(flowing) + len(invariants), backwards, loop_names(body, EXTRA_OUTPUTS)
+    )
     return dict(zip(map(own_inputs.index, sources), loop.outputs, strict=True))
 
 
@@ -195,8 +197,8 @@ def final_ipu(t: Tensor) -> int | None:
 
 def _total(t: Tensor, arrived: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Summed gradient of a wrapper output, possibly returned repeatedly."""
-    parts = [g for of, g in arrived if of is t]
-    return add_n(*parts) if len(parts) > 1 else seed_or_zeros(parts[0] if parts else None, t)
+    terms = [g for output, g in arrived if output is t]
+    return add_n(*terms) if len(terms) > 1 else seed_or_zeros(terms[0] if terms else None, t)
 
 
 def _stack_of(op: Op, t: Tensor) -> Tensor:
@@ -326,12 +328,12 @@ def loop_over(
             with wrapper:
                 iteration = wrapper.add_input(TensorSpec((), dtypes.int32), "iteration")
                 go_on = wrapper.add_input(_FLAG, "keep_going")
-                whole = len(bound) - rows
-                own = [wrapper.add_input_like(t, t.by_ref) for t in graph.inputs[:whole]]
-                cut = zip(graph.inputs[whole:], bound[whole:], strict=True)
-                stacks = [(t.name, wrapper.add_input(stack.spec, f"{t.name}_of_turns")) for t, stack in cut]
-                own += [row(stack, iteration, name) for name, stack in stacks]
-                results = call_op(graph, tuple(own), loop_names(graph)).outputs
+                num_whole = len(bound) - rows
+                inner_inputs = [wrapper.add_input_like(t, t.by_ref) for t in graph.inputs[:num_whole]]
+                stacked_inputs = zip(graph.inputs[num_whole:], bound[num_whole:], strict=True)
+                stacks = [(t.name, wrapper.add_input(stack.spec, f"{t.name}_of_turns")) for t, stack in stacked_inputs]
+                inner_inputs += [row(stack, iteration, name) for name, stack in stacks]
+                results = call_op(graph, tuple(inner_inputs), loop_names(graph)).outputs
                 for t in (go_on, *results):
                     wrapper.add_output(t)
             return loop_op(wrapper, bound, count, carried, backwards, loop_names(graph))

@@ -72,8 +72,8 @@ def _interpolation_taps(x: Any, mode: str, nearest_mode: str) -> Taps:
     if mode == "nearest":
         return [(_nearest[nearest_mode](x), None)]
     if mode == "linear":
-        inside = np.maximum(x, 0)
-        fraction = inside - np.floor(inside)
+        clamped = np.maximum(x, 0)
+        fraction = clamped - np.floor(clamped)
         return [(np.floor(x), 1 - fraction), (np.ceil(x), fraction)]
     first = np.floor(x)
     r = np.float64(x - first)  # cancellation between four products would cost digits
@@ -83,9 +83,9 @@ def _interpolation_taps(x: Any, mode: str, nearest_mode: str) -> Taps:
 def cubic_kernel(distance: Any, slope: float, where: Callable[..., Any] = np.where) -> Any:
     """Keys' cubic convolution kernel. Image libraries use the slope -0.75, or -0.5 for antialiasing."""
     x = abs(distance)
-    near = ((slope + 2) * x - (slope + 3)) * x * x + 1
-    far = ((slope * x - 5 * slope) * x + 8 * slope) * x - 4 * slope
-    return where(x <= 1, near, where(x >= 2, 0, far))  # of NaN: NaN
+    inner = ((slope + 2) * x - (slope + 3)) * x * x + 1
+    outer = ((slope * x - 5 * slope) * x + 8 * slope) * x - 4 * slope
+    return where(x <= 1, inner, where(x >= 2, 0, outer))  # of NaN: NaN
 
 
 def _interpolate(
@@ -107,11 +107,11 @@ def apply_taps(t: Any, axis: int, taps: Taps) -> Any:
     """An axis made anew. The factor 0 takes nothing, not even infinities and NaN."""
 
     def term(position: Any, factor: Any) -> Any:
-        taken = jnp.take(t, position, axis, mode="clip")
+        values = jnp.take(t, position, axis, mode="clip")
         if factor is None:
-            return taken
+            return values
         column = factor.reshape(-1, *(1,) * (t.ndim - axis - 1)).astype(wide_dtype(t))
-        return jnp.where(column == 0, 0, taken * column) if (factor == 0).any() else taken * column
+        return jnp.where(column == 0, 0, values * column) if (factor == 0).any() else values * column
 
     return functools.reduce(operator.add, [term(*tap) for tap in taps])
 
@@ -130,13 +130,14 @@ def _interpolate_backward(g: Any, *, shape: tuple[int, ...], scale_factor: tuple
 def transposed(taps: Taps, size: int) -> Taps:
     """The taps of the old axis, of this size, on the resized one. (Gathering is many times faster than scattering.)"""
     length = len(taps[0][0])
-    read = np.concatenate([position.astype(np.int64) * length + np.arange(length) for position, _ in taps])
+    flat_reads = np.concatenate([position.astype(np.int64) * length + np.arange(length) for position, _ in taps])
     factors = np.concatenate([np.ones(length) if factor is None else factor for _, factor in taps])
-    pairs, which = np.unique(read, return_inverse=True)  # at the edges, an element may be read several times by one
+    # At the edges, an element may be read several times by one.
+    pairs, pair_of = np.unique(flat_reads, return_inverse=True)
     elements, readers = pairs // length, pairs % length
     nth = np.arange(len(pairs)) - np.searchsorted(elements, elements)  # reader of the element
     positions, weights = np.zeros((nth.max() + 1, size), np.int32), np.zeros((nth.max() + 1, size))
-    positions[nth, elements], weights[nth, elements] = readers, np.bincount(which, factors)
+    positions[nth, elements], weights[nth, elements] = readers, np.bincount(pair_of, factors)
     return list(zip(positions, weights, strict=True))
 
 
@@ -207,9 +208,9 @@ def interpolate(
         "nearest_mode": (nearest_mode, InterpolateNearestType),
         "coordinate_transformation_mode": (coordinate_transformation_mode, InterpolateCoordinateTransformationType),
     }
-    for name, (choice, known) in choices.items():
-        if not is_known_word(choice, get_args(known)):
-            raise ValueError(f"interpolate: `{name}` is {choice!r}; expected one of {', '.join(get_args(known))}.")
+    for name, (choice, literal) in choices.items():
+        if not is_known_word(choice, get_args(literal)):
+            raise ValueError(f"interpolate: `{name}` is {choice!r}; expected one of {', '.join(get_args(literal))}.")
     return _resize(t, scale_factor=_factors(scale_factor), **{name: choice for name, (choice, _) in choices.items()})
 
 
@@ -236,8 +237,9 @@ def _samples(start: Any, end: Any, bins: int, ratio: int, size: int) -> tuple[An
     """
     step = (jnp.maximum(end - start, 1) / bins)[:, None, None]
     bin_ = jnp.arange(bins, dtype=step.dtype)[:, None]
-    part = jnp.arange(ratio, dtype=step.dtype) + 0.5
-    x = start[:, None, None] + bin_ * step + part * step / ratio  # other libraries' order, which matters at borders
+    subsample = jnp.arange(ratio, dtype=step.dtype) + 0.5
+    # In the order of other libraries, which matters at borders.
+    x = start[:, None, None] + bin_ * step + subsample * step / ratio
     x = x.reshape(-1, bins * ratio)
     counts = (x >= -1) & (x <= size)
     x = jnp.clip(x, 0, size - 1)
@@ -280,12 +282,12 @@ def _roi_align(
 
 def _roi_align_backward(g: Any, rois: Any, batch_index: Any, *, shape: tuple[int, ...], **how: Any) -> Any:
     """Transpose of this linear op, as gradient without reading `t`."""
-    wide = g.astype(wide_dtype(g))
+    seed = g.astype(wide_dtype(g))
 
     def forward(t: Any) -> Any:
         return _roi_align(t, rois, batch_index, **how)
 
-    (gradient,) = jax.linear_transpose(forward, jax.ShapeDtypeStruct(shape, wide.dtype))(wide)
+    (gradient,) = jax.linear_transpose(forward, jax.ShapeDtypeStruct(shape, seed.dtype))(seed)
     return gradient
 
 

@@ -54,7 +54,7 @@ _ONE_OP = {
 
 def _holds_code(equation: JaxprEqn) -> bool:
     functions = (value for value in equation.params.values() if callable(value) and not isinstance(value, type))
-    return any(combiner_name(each) is None for each in traces_in(equation)) or any(True for _ in functions)
+    return any(combiner_name(value) is None for value in traces_in(equation)) or any(True for _ in functions)
 
 
 def record_as_graphs(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor] | None:
@@ -118,8 +118,8 @@ def _branch(
         return recorder.graph_of(of_jax.with_operands(body, used)), [operands[i] for i in used]
     graph = recorder.ir.create_empty_graph("switch")
     with recorder.within(graph):
-        own = [graph.add_input_like(t) for t in (number, *operands)]
-        for t in _choice(recorder, branches, own[0], own[1:], first):
+        inputs = [graph.add_input_like(t) for t in (number, *operands)]
+        for t in _choice(recorder, branches, inputs[0], inputs[1:], first):
             graph.add_output(t)
     return graph, [number, *operands]
 
@@ -130,23 +130,23 @@ def _branch(
 def _with_derivative(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
     """Convert a function with a custom derivative: call a graph with this rule."""
     operands, function = of_equation(equation)
-    given = tuple(map(read, operands))
-    own = recorder.evaluated
-    rule = None if own is None else own.derivative
-    if own is not None and rule is not None and given == own.inputs and rule.belongs_to(function):
-        return own.outputs[: rule.results]
+    arguments = tuple(map(read, operands))
+    evaluated = recorder.evaluated
+    rule = None if evaluated is None else evaluated.derivative
+    if evaluated is not None and rule is not None and arguments == evaluated.inputs and rule.belongs_to(function):
+        return evaluated.outputs[: rule.results]
     body = of_jax.closed(equation.params["call_jaxpr"])
     graph = recorder.ir.create_empty_graph(function.name)
     plain = recorder.for_inner_graphs()
     with plain.within(graph):
         named = zip(equation.invars, of_jax.names_of(body), strict=True)
         names = {operand: name for operand, name in named if not isinstance(operand, Literal)}
-        known = {operand: plain.add_input(operand, names[operand]) for operand in operands}
-        inputs = [plain.constant_of(v) if isinstance(v, Literal) else known[v] for v in equation.invars]
+        input_of = {operand: plain.add_input(operand, names[operand]) for operand in operands}
+        inputs = [plain.constant_of(v) if isinstance(v, Literal) else input_of[v] for v in equation.invars]
         for t in plain.record(body, inputs):
             graph.add_output(t)
     graph.derivative = JaxDerivative(plain, function, graph)
-    return call(graph, *given)
+    return call(graph, *arguments)
 
 
 def _remat(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:

@@ -62,13 +62,13 @@ class JaxDerivative:
         key = wanted, tuple(gs)
         if key not in self._traces:
             self._traces[key] = self._traced(graph, *key)
-        parts = self._traces[key]
-        if parts is None:
+        traces = self._traces[key]
+        if traces is None:
             return self._by_one_op(graph, *key, gs, read)
-        kept, backward = parts
-        return self._recorder.record(backward, [*map(read, kept), *gs.values()])
+        residuals, backward = traces
+        return self._recorder.record(backward, [*map(read, residuals), *gs.values()])
 
-    def _traced(self, graph: Graph, wanted: Wanted, given: Given) -> tuple[list[Tensor], ClosedJaxpr] | None:
+    def _traced(self, graph: Graph, wanted: Wanted, provided: Given) -> tuple[list[Tensor], ClosedJaxpr] | None:
         """Residuals of the rule, in the graph, and the jaxpr from them and the given gradients; `None` if ops cannot
         express it."""
         trees: list[Any] = []
@@ -76,16 +76,16 @@ class JaxDerivative:
         def forward(*arrays: Any) -> Any:
             values = list(arrays)
 
-            def of_wanted(*some: Any) -> list[Any]:
-                for i, value in zip(wanted, some, strict=True):
+            def of_wanted(*values_: Any) -> list[Any]:
+                for i, value in zip(wanted, values_, strict=True):
                     values[i] = value
                 results = self.on_arrays(*values)
-                return [results[k] for k in given]
+                return [results[k] for k in provided]
 
             _, pull = jax.vjp(of_wanted, *(values[i] for i in wanted))
-            kept, tree = jax.tree.flatten(pull)
+            residuals, tree = jax.tree.flatten(pull)
             trees.append(tree)
-            return kept
+            return residuals
 
         traced = trace(forward, [t.spec for t in graph.inputs])[0]
         if obstacle(traced):
@@ -95,14 +95,14 @@ class JaxDerivative:
         fixed = with_results(traced, [not each for each in depends], all_arguments=False)
 
         def backward(*arrays: Any) -> Any:
-            count = len(arrays) - len(given)
+            count = len(arrays) - len(provided)
             generators = [generator_of(value.aval) for value in first.jaxpr.outvars]
-            computed, others = iter(with_keys(arrays[:count], generators)), iter(jaxpr_as_fun(fixed)())
-            kept = [next(computed if each else others) for each in depends]
-            return jax.tree.unflatten(trees[-1], kept)([*arrays[count:]])
+            computed, constants = iter(with_keys(arrays[:count], generators)), iter(jaxpr_as_fun(fixed)())
+            residuals = [next(computed if is_computed else constants) for is_computed in depends]
+            return jax.tree.unflatten(trees[-1], residuals)([*arrays[count:]])
 
         specs = [known_spec(value.aval) for value in first.jaxpr.outvars]
-        second = with_results(trace(backward, [*specs, *(graph.outputs[k].spec for k in given)])[0])
+        second = with_results(trace(backward, [*specs, *(graph.outputs[k].spec for k in provided)])[0])
         if obstacle(second):
             return None
         site = graph.call_sites[0]
@@ -114,15 +114,15 @@ class JaxDerivative:
         self,
         graph: Graph,
         wanted: Wanted,
-        given: Given,
+        provided: Given,
         gs: Mapping[int, Tensor],
         read: Callable[[Tensor], Tensor],
     ) -> Sequence[Tensor]:
         """Gradients from a single op, which recomputes the function."""
         inputs, outputs = (tuple(t.spec for t in ts) for ts in (graph.inputs, graph.outputs[: self.results]))
         kind = function_kind(last_name(self.name))
-        made_of = Derivation(kind, None, (("function", self._function),), inputs, outputs, wanted, given)
-        gradient, needed = vjp_kind(made_of)
+        derivation = Derivation(kind, None, (("function", self._function),), inputs, outputs, wanted, provided)
+        gradient, needed = vjp_kind(derivation)
         results = gradient(*(read(graph.inputs[i]) for i in needed), *gs.values())
         return results if isinstance(results, tuple) else (results,)
 

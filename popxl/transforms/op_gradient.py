@@ -86,17 +86,17 @@ def gradients(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
     if not forward.op.runs:
         return cast(Any, rule)(forward, gs)
     # It calls gradient graphs, which take and return gradients as users see them.
-    found = cast(Any, rule)(forward, tuple(None if g is None else conjugate(g) for g in gs))
-    return {i: conjugate(g) for i, g in found.items()}
+    by_position = cast(Any, rule)(forward, tuple(None if g is None else conjugate(g) for g in gs))
+    return {i: conjugate(g) for i, g in by_position.items()}
 
 
 def _refuse(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
     if any(g is None for g in gs):
         return {}
     op = forward.op
-    others = "Those of `popxl_addons.ops.replicated_all_reduce_TP` have one. " if op.kind.between_replicas else ""
+    hint = "Those of `popxl_addons.ops.replicated_all_reduce_TP` have one. " if op.kind.between_replicas else ""
     raise PopxlError(
-        f"autodiff: a gradient reaches the op {op.name} ({op.source}), which has none. {others}Pass the tensor through "
+        f"autodiff: a gradient reaches the op {op.name} ({op.source}), which has none. {hint}Pass the tensor through "
         "`ops.detach` if none is to flow there, or leave it out of `grads_provided`."
     )
 
@@ -107,7 +107,7 @@ def _by_rules(
     """Apply the rules that an op states, one for each operand, for the operands that matter."""
     op = forward.op
     results = op.kind.result if isinstance(op.kind.result, tuple) else ()
-    found: Gradients = {}
+    by_position: Gradients = {}
     for i, name in enumerate(op.operand_names()):
         rule = rules.get(name.partition("[")[0])
         if rule is not None and forward.wants(i):
@@ -115,8 +115,8 @@ def _by_rules(
                 continue  # it would read a result to multiply it by zeros
             gradient = rule(**{wish: _wish(wish, forward, gs, i) for wish in _wishes(rule)})
             if gradient is not None:
-                found[i] = gradient
-    return found
+                by_position[i] = gradient
+    return by_position
 
 
 @functools.lru_cache(maxsize=4096)
@@ -164,11 +164,11 @@ def _by_jax(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
     """The gradient op of an op whose gradient is JAX's, for the operands that matter."""
     op = forward.op
     wanted = tuple(i for i, t in enumerate(op.inputs) if forward.wants(i) and t.dtype.is_inexact)
-    given = tuple(k for k, g in enumerate(gs) if g is not None and op.outputs[k].dtype.is_inexact)
-    if not wanted or not given:
+    provided = tuple(k for k, g in enumerate(gs) if g is not None and op.outputs[k].dtype.is_inexact)
+    if not wanted or not provided:
         return {}
-    kind, read = vjp_kind(Derivation(op.kind, *op.signature, wanted, given))
-    operands = [forward.read(op.inputs[i]) for i in read] + [g for k in given if (g := gs[k]) is not None]
+    kind, reads = vjp_kind(Derivation(op.kind, *op.signature, wanted, provided))
+    operands = [forward.read(op.inputs[i]) for i in reads] + [g for k in provided if (g := gs[k]) is not None]
     results = kind(*operands)
     return dict(zip(wanted, results if isinstance(results, tuple) else (results,), strict=True))
 
@@ -193,20 +193,20 @@ class Derivation:
     given: tuple[int, ...]
 
 
-def vjp_kind(made_of: Derivation) -> tuple[OpKind, tuple[int, ...]]:
+def vjp_kind(derivation: Derivation) -> tuple[OpKind, tuple[int, ...]]:
     """A gradient op, and the positions of the forward inputs that it reads.
 
     Remembered, so that a program has one gradient op for each op that it uses.
     """
-    of = made_of
-    key = ("vjp", of.operands, of.attributes, of.inputs, of.outputs, of.wanted, of.given)
-    return of.kind.remembered(key, lambda: _vjp(made_of))
+    d = derivation
+    key = ("vjp", d.operands, d.attributes, d.inputs, d.outputs, d.wanted, d.given)
+    return d.kind.remembered(key, lambda: _vjp(derivation))
 
 
-def _vjp(made_of: Derivation) -> tuple[OpKind, tuple[int, ...]]:
+def _vjp(derivation: Derivation) -> tuple[OpKind, tuple[int, ...]]:
     """See `vjp_kind`."""
-    inputs, outputs, wanted, given = made_of.inputs, made_of.outputs, made_of.wanted, made_of.given
-    function = made_of.kind.on_arrays(made_of.operands, dict(made_of.attributes))
+    inputs, outputs, wanted, provided = derivation.inputs, derivation.outputs, derivation.wanted, derivation.given
+    function = derivation.kind.on_arrays(derivation.operands, dict(derivation.attributes))
 
     def pullback(*operands: Any) -> tuple[Any, ...]:
         """The gradients of the wanted inputs, by all inputs and the given gradients."""
@@ -217,47 +217,47 @@ def _vjp(made_of: Derivation) -> tuple[OpKind, tuple[int, ...]]:
                 primals[i] = value
             result = function(*primals)
             results = result if isinstance(result, tuple | list) else (result,)
-            return tuple(results[k].astype(outputs[k].dtype.as_jax()) for k in given)
+            return tuple(results[k].astype(outputs[k].dtype.as_jax()) for k in provided)
 
         _, pull = jax.vjp(of_wanted, *(primals[i] for i in wanted))
         return pull(gs)
 
-    gradients = [outputs[k] for k in given]
+    gradients = [outputs[k] for k in provided]
     used = inputs_used(pullback, [*inputs, *gradients])
-    read = tuple(i for i in range(len(inputs)) if used[i])
+    reads = tuple(i for i in range(len(inputs)) if used[i])
 
     def lowering(*operands: Any) -> Any:
         primals = [jnp.zeros(spec.shape, spec.dtype.as_jax()) for spec in inputs]
-        for i, value in zip(read, operands, strict=False):
+        for i, value in zip(reads, operands, strict=False):
             primals[i] = value
-        results = pullback(*primals, *operands[len(read) :])
+        results = pullback(*primals, *operands[len(reads) :])
         return results if len(wanted) > 1 else results[0]
 
     specs = [TensorSpec(inputs[i].shape, inputs[i].dtype, inputs[i].meta_shape) for i in wanted]
     shape = specs if len(wanted) > 1 else specs[0]
-    rule = _gradient_rule(made_of, read)
+    rule = _gradient_rule(derivation, reads)
     return (
         OpKind(
-            f"{made_of.kind.name}Grad",
+            f"{derivation.kind.name}Grad",
             lowering,
             shape=lambda *operands: shape,
             traits=[] if rule is None else [rule],
-            derivation=made_of,
+            derivation=derivation,
         ),
-        read,
+        reads,
     )
 
 
-def _gradient_rule(made_of: Derivation, read: Sequence[int]) -> ShardingRule | None:
+def _gradient_rule(derivation: Derivation, reads: Sequence[int]) -> ShardingRule | None:
     """Sharding rule of a gradient op, from that of its op: gradients have the dimensions of operands, and are linear in
     the incoming ones. `None` without a rule, or if operands are broadcast."""
-    rule, shapes = made_of.kind.sharding_rule, [spec.shape for spec in made_of.inputs]
+    rule, shapes = derivation.kind.sharding_rule, [spec.shape for spec in derivation.inputs]
     if rule is None:
         return None
-    operands, results = rule.written(made_of.kind, made_of.operands, shapes, dict(made_of.attributes))
-    ranks = {len(made_of.outputs[k].shape) for k in made_of.given} | {len(shapes[i]) for i in made_of.wanted}
-    if len(results) < len(made_of.outputs) or len(ranks) > 1:
+    operands, results = rule.written(derivation.kind, derivation.operands, shapes, dict(derivation.attributes))
+    ranks = {len(derivation.outputs[k].shape) for k in derivation.given} | {len(shapes[i]) for i in derivation.wanted}
+    if len(results) < len(derivation.outputs) or len(ranks) > 1:
         return None
-    given = [operands[i] for i in read] + [results[k] for k in made_of.given]
-    incoming = " ".join(f"operands[{i}]" for i in range(len(read), len(given)))
-    return ShardingRule(f"{','.join(given)}->{','.join(operands[i] for i in made_of.wanted)}", (incoming,))
+    operand_letters = [operands[i] for i in reads] + [results[k] for k in derivation.given]
+    incoming = " ".join(f"operands[{i}]" for i in range(len(reads), len(operand_letters)))
+    return ShardingRule(f"{','.join(operand_letters)}->{','.join(operands[i] for i in derivation.wanted)}", (incoming,))

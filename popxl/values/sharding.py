@@ -51,11 +51,11 @@ class ShardLayout:
     def shards_of(self, values: np.ndarray) -> np.ndarray:
         """Shards per replica of host values: one value, or one row per group."""
         groups, count = self.grouping.num_groups, self.count or 1
-        known = values.reshape(groups, self.size)[:, : count * self.length]
+        stored = values.reshape(groups, self.size)[:, : count * self.length]
         rows = np.zeros((groups, count * self.length), values.dtype)
-        rows[:, : known.shape[1]] = known
-        pieces = rows.reshape(groups, count, self.length)
-        return pieces[self.grouping.assignment, [place % count for _, place in self._families()]]
+        rows[:, : stored.shape[1]] = stored
+        shards = rows.reshape(groups, count, self.length)
+        return shards[self.grouping.assignment, [position % count for _, position in self._families()]]
 
     def row(self, elements: Callable[[int, int], np.ndarray], replica: int) -> np.ndarray:
         """One replica's shard of lazily computed values.
@@ -65,37 +65,37 @@ class ShardLayout:
                 positions.
             replica: number of the replica.
         """
-        place = self._positions[replica] % (self.count or 1)
+        position = self._positions[replica] % (self.count or 1)
         value = self.grouping.assignment[replica] * self.size
-        start = min(place * self.length, self.size)
-        found = elements(value + start, value + min(start + self.length, self.size))
-        return np.pad(found, (0, self.length - len(found)))
+        start = min(position * self.length, self.size)
+        owned = elements(value + start, value + min(start + self.length, self.size))
+        return np.pad(owned, (0, self.length - len(owned)))
 
     @cached_property
     def _positions(self) -> list[int]:
-        return [place for _, place in self._families()]
+        return [position for _, position in self._families()]
 
-    def values(self, parts: np.ndarray, all_replicas: bool = False) -> np.ndarray:
-        """Values from shards held in `parts`: one per group or per replica.
+    def values(self, shards: np.ndarray, all_replicas: bool = False) -> np.ndarray:
+        """Values from `shards`: one per group or per replica.
 
         For a value that exceeds the replicas' capacity, only the elements that they hold: the first ones.
         """
         assignment, families = self.grouping.assignment, self._families()
-        asked = range(len(assignment)) if all_replicas else map(assignment.index, range(self.grouping.num_groups))
-        holders = np.asarray([families[replica][0][: self.count or 1] for replica in asked])
-        return parts[holders].reshape(len(holders), -1)[:, : self.size]
+        replicas = range(len(assignment)) if all_replicas else map(assignment.index, range(self.grouping.num_groups))
+        holders = np.asarray([families[replica][0][: self.count or 1] for replica in replicas])
+        return shards[holders].reshape(len(holders), -1)[:, : self.size]
 
     @cached_property
     def first_holders(self) -> dict[int, tuple[int, int]]:
         """First replica to hold each element range of the concatenated host values, so that every stored element
         appears once."""
-        families, found = self._families(), {}
+        families, ranges = self._families(), {}
         for group in range(self.grouping.num_groups):
             holders, _ = families[self.grouping.assignment.index(group)]
-            for place, replica in enumerate(holders[: self.count or 1]):
-                start, stop = (group * self.size + min(k * self.length, self.size) for k in (place, place + 1))
-                found[replica] = (start, stop)
-        return found
+            for position, replica in enumerate(holders[: self.count or 1]):
+                start, stop = (group * self.size + min(k * self.length, self.size) for k in (position, position + 1))
+                ranges[replica] = (start, stop)
+        return ranges
 
     @property
     def unstored_ranges(self) -> list[tuple[int, int]]:
@@ -110,11 +110,11 @@ class ShardLayout:
             return [([replica], 0) for replica in range(len(self.grouping.assignment))]
         groups = self.grouping.const_rg.assignment
         members: dict[int, list[int]] = {}
-        places = []
+        positions = []
         for replica, group in enumerate(groups):
             members.setdefault(group, []).append(replica)
-            places.append(len(members[group]) - 1)
-        return [(members[group], place) for group, place in zip(groups, places, strict=True)]
+            positions.append(len(members[group]) - 1)
+        return [(members[group], position) for group, position in zip(groups, positions, strict=True)]
 
 
 def shard_layout(v: Variable) -> ShardLayout:

@@ -30,10 +30,10 @@ def parse(
     """
     several = zip(map(_TOKEN.findall, operands), ranks, strict=True)
     leading = [(tokens, rank - len(tokens) + ("..." in tokens)) for tokens, rank in several]
-    most = max((count for _, count in leading), default=0)
+    longest = max((count for _, count in leading), default=0)
     return (
         tuple(_labels(tokens, count) for tokens, count in leading),
-        tuple(_labels(_TOKEN.findall(each), most) for each in results),
+        tuple(_labels(_TOKEN.findall(result), longest) for result in results),
     )
 
 
@@ -41,11 +41,11 @@ _TOKEN = re.compile(r"\.\.\.|\(\w+\)|\w")
 
 
 def _labels(tokens: list[str], leading: int) -> Labels:
-    found = (
-        [(n,) for n in range(-leading, 0)] if each == "..." else [() if each == "_" else tuple(each.strip("()"))]
-        for each in tokens
+    factors = (
+        [(n,) for n in range(-leading, 0)] if token == "..." else [() if token == "_" else tuple(token.strip("()"))]
+        for token in tokens
     )
-    return tuple(chain.from_iterable(found))
+    return tuple(chain.from_iterable(factors))
 
 
 def sum_subscripts(rank: int, axes: Collection[int], keepdims: bool = False) -> str:
@@ -80,22 +80,22 @@ def reshape_subscripts(before: tuple[int, ...], after: tuple[int, ...]) -> str:
     if before == after:
         return permutation_subscripts(tuple(range(len(before))))
     spans, new_spans = ([*pairwise((1, *accumulate(shape, mul)))] for shape in (before, after))
-    ends, new_ends = ({end for _, end in side} for side in (spans, new_spans))
-    cuts = sorted({1} | ends | new_ends)
-    if not all(cuts) or any(larger % smaller for smaller, larger in pairwise(cuts)):
-        cuts = sorted({1} | (ends & new_ends) - {0})
-    ones = {start for start, end in new_spans if start == end}  # which dimension begins there, on all replicas?
-    result = "".join(_factors(*span, cuts) for span in new_spans)
-    shown = [_factors(*span, cuts) for span in spans]
-    kept = [
-        each if start not in ones and {*each} <= {*result, "(", ")"} else "_"
-        for each, (start, _) in zip(shown, spans, strict=True)
+    ends, new_ends = ({end for _, end in bounds} for bounds in (spans, new_spans))
+    limits = sorted({1} | ends | new_ends)
+    if not all(limits) or any(larger % smaller for smaller, larger in pairwise(limits)):
+        limits = sorted({1} | (ends & new_ends) - {0})
+    unit_starts = {start for start, end in new_spans if start == end}  # which dimension begins there, on all replicas?
+    result = "".join(_factors(*span, limits) for span in new_spans)
+    letters = [_factors(*span, limits) for span in spans]
+    operand = [
+        factor if start not in unit_starts and {*factor} <= {*result, "(", ")"} else "_"
+        for factor, (start, _) in zip(letters, spans, strict=True)
     ]
-    return f"{''.join(kept)}->{result}"
+    return f"{''.join(operand)}->{result}"
 
 
-def _factors(start: int, end: int, cuts: list[int]) -> str:
-    if start == end or start not in cuts or end not in cuts:
+def _factors(start: int, end: int, limits: list[int]) -> str:
+    if start == end or start not in limits or end not in limits:
         return "_"
-    letters = ascii_letters[cuts.index(start) : cuts.index(end)]
+    letters = ascii_letters[limits.index(start) : limits.index(end)]
     return letters if len(letters) == 1 else f"({letters})"

@@ -87,15 +87,15 @@ class LanguageConfig(BaseModel):
             64
         """
         if isinstance(place, Mapping):
-            said = dict(place)
+            settings = dict(place)
         else:
             path = Path(place).expanduser()
-            said = json.loads((path / "config.json" if path.is_dir() else path).read_text("utf-8"))
-        kind = said.get("model_type")
+            settings = json.loads((path / "config.json" if path.is_dir() else path).read_text("utf-8"))
+        kind = settings.get("model_type")
         if kind == "gpt2":
-            return cls(**_gpt2(said))
+            return cls(**_gpt2(settings))
         if kind in ("llama", "mistral", "qwen2", "qwen3"):
-            return cls(**_llama(kind, said))
+            return cls(**_llama(kind, settings))
         raise ValueError(
             f"LanguageConfig: the model is of the type {kind!r}; expected gpt2, llama, mistral, qwen2 or qwen3."
         )
@@ -110,20 +110,20 @@ class LanguageConfig(BaseModel):
             >>> config.to_hugging_face()["model_type"]
             'gpt2'
         """
-        said = _as_gpt2(self) if self.rotary is None else _as_llama(self)
-        again, own = type(self).from_hugging_face(said)._spelled(), self._spelled()
-        if lost := [name for name in own if own[name] != again[name]]:
+        settings = _as_gpt2(self) if self.rotary is None else _as_llama(self)
+        restored, original = type(self).from_hugging_face(settings)._spelled(), self._spelled()
+        if lost := [name for name in original if original[name] != restored[name]]:
             raise ValueError(
-                f"LanguageConfig.to_hugging_face: a {said['model_type']} is never made with "
-                f"{', '.join(f'{name}={own[name]!r}' for name in lost)}."
+                f"LanguageConfig.to_hugging_face: a {settings['model_type']} is never made with "
+                f"{', '.join(f'{name}={original[name]!r}' for name in lost)}."
             )
-        return said
+        return settings
 
     def _spelled(self) -> dict[str, Any]:
         """Complete settings with explicit defaults."""
-        meant = {"key_heads": self.heads, "channels": self.width // self.heads, "hidden": 4 * self.width}
-        said = self.model_dump()
-        return said | {name: value for name, value in meant.items() if said[name] is None}
+        defaults = {"key_heads": self.heads, "channels": self.width // self.heads, "hidden": 4 * self.width}
+        settings = self.model_dump()
+        return settings | {name: value for name, value in defaults.items() if settings[name] is None}
 
 
 def _as_gpt2(config: LanguageConfig) -> dict[str, Any]:
@@ -349,10 +349,10 @@ class LanguageModel(Module):
             )
         x, table = self.embedding(tokens)
         if self.config.rotary is None:
-            places = ops.arange(tokens.shape[1]).reshape((1, -1))
+            positions = ops.arange(tokens.shape[1]).reshape((1, -1))
             if first is not None:
-                places = places + first.reshape((-1, 1))
-            x = x + self.positions(places)[0]
+                positions = positions + first.reshape((-1, 1))
+            x = x + self.positions(positions)[0]
         about = {name: t for name, t in (("first", first), ("slot", slot)) if t is not None}
         facts, layer = self._block(tokens.shape[0] if slot is None else slots, room).create_graph(x, **about)
         for number in range(self.config.layers):

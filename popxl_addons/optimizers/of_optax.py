@@ -74,7 +74,7 @@ def _optax_step(
     values = [] if value is None else [value]
     with popxl.in_sequence():
         step = Step("from_optax", variables, gradients, 0.0, clip_norm, loss_scaling)
-        trained = {each.name: each for each in step.trained}
+        trained = {t.name: t for t in step.trained}
         whole_specs = {
             name: jax.ShapeDtypeStruct(t.whole_shape, t.tensor.dtype.as_jax()) for name, t in trained.items()
         }
@@ -88,16 +88,16 @@ def _optax_step(
             else:
                 factory = VariableFactory(partial(initial.zeros, leaf.shape), dtype, f"optimizer.optax{i}")
             state.append(step.new_state(f"state.{i}", factory))
-        tensors = [each.tensor for each in step.trained]
-        of_trained = (each.gradient for each in step.trained)
-        steps.kind(*tensors, *state, *of_trained, *values, step.number, *step.factors[1:])
+        tensors = [t.tensor for t in step.trained]
+        new_gradients = (t.gradient for t in step.trained)
+        steps.kind(*tensors, *state, *new_gradients, *values, step.number, *step.factors[1:])
         step.store_state()
         return step.named_state
 
 
 def _warn_of_parts(trained: Iterable[Trained], steps: _OptaxSteps, whole_specs: Mapping[str, Any]) -> None:
     """Warn about updates combining elements that replicas hold in parts."""
-    divided = [each.name for each in trained if each.tensor.meta_shape or each.grouping.num_groups > 1]
+    divided = [t.name for t in trained if t.tensor.meta_shape or t.grouping.num_groups > 1]
     if divided and (
         combined_by := non_elementwise_primitives(steps.update, whole_specs, steps.first, whole_specs, *steps.values)
     ):
@@ -140,22 +140,24 @@ class _OptaxSteps:
         self.values = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in values]
         try:
             self.first = jax.eval_shape(transformation.init, dict(whole_specs))
-            updates, after = jax.eval_shape(self.update, dict(whole_specs), self.first, dict(whole_specs), *self.values)
+            updates, new_state = jax.eval_shape(
+                self.update, dict(whole_specs), self.first, dict(whole_specs), *self.values
+            )
         except (TypeError, ValueError, AttributeError, LookupError) as problem:  # any error of its functions
-            given, remedy = (" and `value`", "") if values else ("", " If it looks at the loss, give it: `value=loss`.")
+            extra, remedy = (" and `value`", "") if values else ("", " If it looks at the loss, give it: `value=loss`.")
             raise PopxlError(
                 f"from_optax: this transformation cannot make a step: {str(problem).rstrip('.')}. It is given "
-                f"gradients, its state and the variables {[*whole_specs]} by name{given}. What evaluates the loss "
+                f"gradients, its state and the variables {[*whole_specs]} by name{extra}. What evaluates the loss "
                 f"again, as a line search does, cannot be a step of a program.{remedy}"
             ) from problem
         numbers = jax.eval_shape(partial(jax.tree.map, _key_data), self.first)
         self._tree: Any = jax.tree.structure(numbers)
         paths = jax.tree_util.tree_leaves_with_path(numbers)
-        made: Any = jax.tree.structure(after)
-        if self._tree != made:
+        new_tree: Any = jax.tree.structure(new_state)
+        if self._tree != new_tree:
             raise PopxlError(
                 "from_optax: the state of this transformation has another form after a step, so that no program can "
-                f"repeat it: {self._tree} becomes {made}."
+                f"repeat it: {self._tree} becomes {new_tree}."
             )
         if odd := [name for name in names if updates[name].size != math.prod(whole_specs[name].shape)]:
             raise PopxlError(f"from_optax: the updates of {odd} have other shapes than the variables.")
@@ -172,19 +174,21 @@ class _OptaxSteps:
         first step starts from initial state."""
         names, count = self._names, len(self._names)
         changed = count + self._tree.num_leaves
-        given = changed + count
+        end = changed + count
 
         def lowering(*arrays: Array) -> tuple[Array, ...]:
-            weights, kept, gradients = arrays[:count], arrays[count:changed], arrays[changed:given]
-            value, (number, scale, *made) = arrays[given : given + len(self.values)], arrays[given + len(self.values) :]
+            weights, old_state, gradients = arrays[:count], arrays[count:changed], arrays[changed:end]
+            value, (number, scale, *is_finite) = arrays[end : end + len(self.values)], arrays[end + len(self.values) :]
             params = dict(zip(names, weights, strict=True))
-            initial = zip(jax.tree.leaves(self._transformation.init(params)), kept, strict=True)
-            state = jax.tree.unflatten(self._tree, [_initial_leaf(number == 1, *each) for each in initial])
+            initial = zip(jax.tree.leaves(self._transformation.init(params)), old_state, strict=True)
+            state = jax.tree.unflatten(self._tree, [_initial_leaf(number == 1, *pair) for pair in initial])
             scaled = (g.astype(jnp.promote_types(g.dtype, jnp.float32)) * scale for g in gradients)
             grads = {name: g.astype(w.dtype) for (name, w), g in zip(params.items(), scaled, strict=True)}
             updates, new_state = self.update(grads, state, params, *value)
             new = (w + updates[name].astype(w.dtype).reshape(w.shape) for name, w in params.items())
-            return select_if_finite(made, (*new, *map(_key_data, jax.tree.leaves(new_state))), (*weights, *kept))
+            return select_if_finite(
+                is_finite, (*new, *map(_key_data, jax.tree.leaves(new_state))), (*weights, *old_state)
+            )
 
         return OpKind(
             "OptaxStep",
@@ -198,7 +202,7 @@ class _OptaxSteps:
 
 def _last_of(names: Iterable[str], path: Sequence[Any]) -> str:
     """Last matching name on a leaf's path; "" without match."""
-    keys = (each.key for each in reversed(path) if isinstance(each, jax.tree_util.DictKey))
+    keys = (key.key for key in reversed(path) if isinstance(key, jax.tree_util.DictKey))
     return next((key for key in keys if key in names), "")
 
 
@@ -212,7 +216,7 @@ def _key_data(leaf: Any) -> Array:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _initial_leaf(is_first: Array, first: Any, kept: Array) -> Array:
+def _initial_leaf(is_first: Array, first: Any, stored: Array) -> Array:
     """State leaf restored from storage, or initialized."""
-    now = jnp.where(is_first, jnp.asarray(_key_data(first)).astype(kept.dtype), kept)
+    now = jnp.where(is_first, jnp.asarray(_key_data(first)).astype(stored.dtype), stored)
     return jax.random.wrap_key_data(now, impl=jax.random.key_impl(first)) if _is_key(jnp.asarray(first)) else now

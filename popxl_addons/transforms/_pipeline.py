@@ -133,7 +133,7 @@ class Pipelining:
     def schedule(self) -> PipelineSchedule:
         """Pipeline schedule, known after application. Raises `ValueError` if absent."""
         stages = range(len(self._ipus))
-        needs = [{made_in for _, made_in, read_in in self._transfers if s in read_in} for s in stages]
+        needs = [{source for _, source, readers in self._transfers if s in readers} for s in stages]
         wanted = "cycles" if self._wanted is None else self._wanted
         return scheduled(wanted, self._ipus, needs, self.steps, self._values_by_row)
 
@@ -146,8 +146,8 @@ class Pipelining:
         """Values passed between stages, if each stage is in the row that `device_of` gives."""
         rows = dict(zip(self._ipus, device_of, strict=True))
         return tuple(
-            PipelineValue(t.name, made_in, read_in, t.nelms * t.dtype.itemsize, rows.get(ipu, device_of[made_in]))
-            for (t, ipu), made_in, read_in in self._transfers
+            PipelineValue(t.name, source, readers, t.nelms * t.dtype.itemsize, rows.get(ipu, device_of[source]))
+            for (t, ipu), source, readers in self._transfers
         )
 
     def _plan(self, by_stage: Sequence[Sequence[Op]]) -> None:
@@ -170,14 +170,14 @@ class Pipelining:
             PipelineBoundGraph(self.graph.ir.create_empty_graph(f"pipeline_stage_{s}")) for s in range(len(by_stage))
         ]
         for s, stage in reversed([*enumerate(self.stages)]):
-            read = dict.fromkeys(t for op in by_stage[s] for t in op.inputs if makers.get(t) != s)
-            for t in read:
+            operands = dict.fromkeys(t for op in by_stage[s] for t in op.inputs if makers.get(t) != s)
+            for t in operands:
                 if t in makers:
                     self._makers[t.id] = makers[t]
                     self._waits[t.id] = max(self._waits.get(t.id, 0), s - makers[t])
-            given = {t: stand_in(t, makers, stage.graph, partial(_stage_tensor, stage)) for t in read}
+            stand_ins = {t: stand_in(t, makers, stage.graph, partial(_stage_tensor, stage)) for t in operands}
             self._outer_tensors.update((t.id, t) for t in stage.args.values() if t not in makers)
-            self.graph.move(by_stage[s], stage.graph, given)
+            self.graph.move(by_stage[s], stage.graph, stand_ins)
             for t in ids:
                 if makers[t] == s and ids[t] in self._waits:
                     stage.add_output_tensor(t, ids[t])
@@ -200,37 +200,37 @@ class Pipelining:
     def build_scheduled(self) -> None:
         """Add a call per scheduled task, in order of earliest start."""
         timeline = self.schedule.simulate()
-        made: dict[tuple[str, int], popxl.Tensor] = {}
+        outputs: dict[tuple[str, int], popxl.Tensor] = {}
         for _, (s, m), *_ in timeline.tasks:
             stage = self.stages[s]
             for id in stage.original_input_ids:
-                stage.reconnect_input(id, made[id, m] if id in self._makers else self._outer_tensors[id])
+                stage.reconnect_input(id, outputs[id, m] if id in self._makers else self._outer_tensors[id])
             with get_current_context().set(ipu_id=self._ipus[s]):
-                made.update(zip([(id, m) for id in stage.original_output_ids], stage.call(), strict=True))
+                outputs.update(zip([(id, m) for id in stage.original_output_ids], stage.call(), strict=True))
 
-    def cycle(self, busy: Iterable[int], shared: Mapping[str, popxl.Tensor], waiting: Waiting) -> None:
+    def cycle(self, busy: Iterable[int], outer: Mapping[str, popxl.Tensor], waiting: Waiting) -> None:
         """Call each busy stage once. Reads `waiting` values and replaces them."""
-        made: dict[str, popxl.Tensor] = {}
+        outputs: dict[str, popxl.Tensor] = {}
         for s in busy:
             stage = self.stages[s]
             for id in stage.original_input_ids:
-                stage.reconnect_input(id, waiting[id][self._makers[id] - s] if id in waiting else shared[id])
+                stage.reconnect_input(id, waiting[id][self._makers[id] - s] if id in waiting else outer[id])
             with get_current_context().set(ipu_id=self._ipus[s]):
-                made.update(zip(stage.original_output_ids, stage.call(), strict=True))
+                outputs.update(zip(stage.original_output_ids, stage.call(), strict=True))
         for id, queue in waiting.items():
-            queue.append(made.get(id))
+            queue.append(outputs.get(id))
 
     def main_cycle(self, waiting: Waiting) -> None:
         """Loop over full cycles, carrying `waiting` values."""
         body = self.graph.ir.create_empty_graph("pipeline_cycle")
         carried = [t for queue in waiting.values() for t in queue]
         with body:
-            inside: Waiting = {
+            inner_waiting: Waiting = {
                 id: deque([body.add_input_like(t) for t in queue], queue.maxlen) for id, queue in waiting.items()
             }
-            shared = {id: body.add_input_like(t, id in self._changed) for id, t in self._outer_tensors.items()}
-            self.cycle(range(len(self.stages)), shared, inside)
-            for queue in inside.values():
+            outer = {id: body.add_input_like(t, id in self._changed) for id, t in self._outer_tensors.items()}
+            self.cycle(range(len(self.stages)), outer, inner_waiting)
+            for queue in inner_waiting.values():
                 for t in queue:
                     body.add_output(t)
         full = self.steps - len(self.stages) + 1
@@ -273,10 +273,10 @@ class Pipelining:
                 f"pipelined_execution: {self.graph.title} returns {outputs}, which the pipeline computes anew for each "
                 "micro-batch. Write it into a tensor from outside, or store it to the host."
             )
-        made_of = storages(self.graph.ops)
+        storages_of = storages(self.graph.ops)
         for s, members in enumerate(by_stage):
             for t in (op.inputs[i] for op in members for i in op.modified):
-                if not makers.keys() >= {*made_of[t]} and any(makers.get(u, s) != s for u in _chain(t, makers)):
+                if not makers.keys() >= {*storages_of[t]} and any(makers.get(u, s) != s for u in _chain(t, makers)):
                     raise ValueError(
                         f"pipelined_execution: stage {s} changes a tensor from outside in place by way of {t!r}, which "
                         f"is an alias of it that another stage makes. Make the alias in stage {s}."
@@ -316,5 +316,5 @@ def _stage_tensor(stage: PipelineBoundGraph, t: popxl.Tensor) -> popxl.Tensor:
 def _streams(members: Iterable[Op]) -> set[Any]:
     """Streams used by ops or their callees."""
     called = dict.fromkeys(graph for op in members for callee in op.called_graphs for graph in reachable(callee))
-    every = (*members, *(op for graph in called for op in graph.ops))
-    return {part.attributes["stream"] for op in every for part in op.parts if part.kind.exchange == "stream"}
+    all_ops = (*members, *(op for graph in called for op in graph.ops))
+    return {member.attributes["stream"] for op in all_ops for member in op.parts if member.kind.exchange == "stream"}

@@ -218,28 +218,28 @@ def batch_serialise_fwd_and_grad(
         >>> list(forward.stored_buffers) == [x]
         True
     """
-    what = "batch_serialise_fwd_and_grad"
-    check_type(forward_graph, GraphWithNamedArgs, f"{what}: `forward_graph`", "a GraphWithNamedArgs")
-    check_type(gradient_graph, GraphWithNamedArgs, f"{what}: `gradient_graph`", "a GraphWithNamedArgs of a gradient")
-    check_leaves(named_inputs_for_grad_graph, Tensor, f"{what}: `named_inputs_for_grad_graph`", "NamedTensors")
-    _check_dictionaries(what, load_handles, store_streams, store_buffers)
+    caller = "batch_serialise_fwd_and_grad"
+    check_type(forward_graph, GraphWithNamedArgs, f"{caller}: `forward_graph`", "a GraphWithNamedArgs")
+    check_type(gradient_graph, GraphWithNamedArgs, f"{caller}: `gradient_graph`", "a GraphWithNamedArgs of a gradient")
+    check_leaves(named_inputs_for_grad_graph, Tensor, f"{caller}: `named_inputs_for_grad_graph`", "NamedTensors")
+    _check_dictionaries(caller, load_handles, store_streams, store_buffers)
     _check_settings(forward_graph.graph.ir, steps, rows, io_mode)
     _check_pair(forward_graph, gradient_graph, (*load_handles, *store_streams, *store_buffers))
     loads = _load_sources(load_handles)
     names = {t: name for name, t in named_inputs_for_grad_graph.to_dict().items()}
     _check_connections(gradient_graph, loads, names)
 
-    def location(t: Tensor, given: Any = None) -> RemoteHandle:
+    def location(t: Tensor, destination: Any = None) -> RemoteHandle:
         """Storage location of `t` values in the forward graph."""
         if isinstance(source := loads.get(t), RemoteHandle):
             return source
-        if given is None or means_groups(given):
-            return RemoteHandle(batch_serial_buffer(t, steps, rows, given), 0, given)
-        return RemoteHandle.from_argument("store_buffers", given)
+        if destination is None or means_groups(destination):
+            return RemoteHandle(batch_serial_buffer(t, steps, rows, destination), 0, destination)
+        return RemoteHandle.from_argument("store_buffers", destination)
 
     def serialised(graph: GraphWithNamedArgs, seed_input: Tensor | None = None) -> BatchSerialResult:
-        def own_tensors(places: dict[Tensor, Any]) -> dict[Tensor, Any]:
-            return {t: place for t, place in places.items() if t.graph == graph.graph}
+        def own_tensors(destinations: dict[Tensor, Any]) -> dict[Tensor, Any]:
+            return {t: destination for t, destination in destinations.items() if t.graph == graph.graph}
 
         return batch_serialise(
             graph, steps, own_tensors(loads), own_tensors(store_streams), own_tensors(stores), seed_input, rows, io_mode
@@ -319,13 +319,13 @@ def _unconnected(
 
 def _merge_names(named: dict[str, Tensor], args: NamedTensors) -> NamedTensors:
     """Names for activations, merged with existing `args` names of the gradient graph."""
-    own = args.to_dict()
-    if taken := [name for name in named if own.get(name, named[name]) != named[name]]:
+    existing = args.to_dict()
+    if conflicts := [name for name in named if existing.get(name, named[name]) != named[name]]:
         raise ValueError(
-            f"batch_serialise_fwd_and_grad: {taken} of `named_inputs_for_grad_graph` are names of other inputs in "
+            f"batch_serialise_fwd_and_grad: {conflicts} of `named_inputs_for_grad_graph` are names of other inputs in "
             "`gradient_graph.args`; the new gradient graph would have two inputs of one name. Rename one of them."
         )
-    return NamedTensors.from_dict({**named, **own})
+    return NamedTensors.from_dict({**named, **existing})
 
 
 # Checks -------------------------------------------------------------------------------------------------------------
@@ -333,13 +333,13 @@ def _merge_names(named: dict[str, Tensor], args: NamedTensors) -> NamedTensors:
 
 def _check_dictionaries(function: str, load_handles: Any, store_streams: Any, store_buffers: Any) -> None:
     """Check load and store dictionaries of tensors, which are modified in place."""
-    for name, given in (
+    for name, mapping in (
         ("load_handles", load_handles),
         ("store_streams", store_streams),
         ("store_buffers", store_buffers),
     ):
-        check_type(given, MutableMapping, f"{function}: `{name}`", "a dictionary with tensors of the graph as keys")
-        for key in given:
+        check_type(mapping, MutableMapping, f"{function}: `{name}`", "a dictionary with tensors of the graph as keys")
+        for key in mapping:
             check_type(key, Tensor, f"{function}: each key of `{name}`", "a tensor of the graph")
 
 
@@ -369,20 +369,20 @@ def _check_tensors(
     _check_among("store_streams", streams, (*inputs, *outputs), f"an input or output of `{graph.graph.name}`")
     _check_among("store_buffers", stores, (*inputs, *outputs), f"an input or output of `{graph.graph.name}`")
     if seed_input is not None:
-        given = [t for t in inputs if t not in loads]
-        _check_among("seed_input", [seed_input], given, f"an input of `{graph.graph.name}` that is not loaded")
+        allowed = [t for t in inputs if t not in loads]
+        _check_among("seed_input", [seed_input], allowed, f"an input of `{graph.graph.name}` that is not loaded")
     for stream in streams.values():
         if not isinstance(stream, popxl.DeviceToHostStream):
             raise TypeError(
                 f"batch_serialise: `store_streams` holds {stream!r} ({type(stream).__name__}); expected streams to the "
                 "host, made with `popxl.d2h_stream`."
             )
-    for t, place in (*loads.items(), *streams.items(), *stores.items()):
-        if isinstance(place, RemoteHandle):
-            place.check_fits(t)
-        elif (place.shape, place.dtype) != (t.shape, t.dtype):
+    for t, source in (*loads.items(), *streams.items(), *stores.items()):
+        if isinstance(source, RemoteHandle):
+            source.check_fits(t)
+        elif (source.shape, source.dtype) != (t.shape, t.dtype):
             raise ValueError(
-                f"batch_serialise: {place} does not fit `{t.name}` of `{graph.graph.name}`, which has the shape "
+                f"batch_serialise: {source} does not fit `{t.name}` of `{graph.graph.name}`, which has the shape "
                 f"{t.shape} and the dtype {t.dtype.name}. Use a stream like that: nothing is converted on the way."
             )
     if named := [name for name, t in graph.args.to_dict().items() if t in loads]:
@@ -421,9 +421,9 @@ def _check_connections(gradient: GraphWithNamedArgs, loads: Container[Tensor], n
             "gradients that it is given are loaded, from a stream or a buffer."
         )
     forward = gradient.grad_graph_info.forward_graph
-    known = {*forward.inputs, *forward.outputs}
+    available = {*forward.inputs, *forward.outputs}
     activations = (value for _, value in _unconnected(gradient, loads, is_activation=True))
-    if lost := [value.name for value in activations if value not in known and value not in names]:
+    if lost := [value.name for value in activations if value not in available and value not in names]:
         raise RuntimeError(
             f"batch_serialise_fwd_and_grad: `{gradient.graph.name}` needs {lost} of `{forward.name}`, neither inputs "
             "nor outputs of it: they can be found nowhere. Make them outputs, or say where to load them."

@@ -103,8 +103,8 @@ class Pipeline:
     @cached_property
     def last(self) -> list[int]:
         """Stages whose results no other stage reads."""
-        read = set(itertools.chain(*self.needs))
-        return [s for s in range(len(self.needs)) if s not in read]
+        reads = set(itertools.chain(*self.needs))
+        return [s for s in range(len(self.needs)) if s not in reads]
 
     @cached_property
     def fillers(self) -> set[int]:
@@ -114,39 +114,39 @@ class Pipeline:
     @cached_property
     def head(self) -> list[float]:
         """Length of the critical path from the start to each stage."""
-        ways: list[float] = []
+        lengths: list[float] = []
         for need in self.needs:
-            ways.append(max((ways[n] + self.durations[n] for n in need), default=0.0))
-        return ways
+            lengths.append(max((lengths[n] + self.durations[n] for n in need), default=0.0))
+        return lengths
 
     @cached_property
     def tail(self) -> list[float]:
         """Length of the critical path from each stage to the end, without this stage."""
-        ways = [0.0] * len(self.needs)
+        lengths = [0.0] * len(self.needs)
         for stage in reversed(range(len(self.needs))):
             for n in self.needs[stage]:
-                ways[n] = max(ways[n], ways[stage] + self.durations[stage])
-        return ways
+                lengths[n] = max(lengths[n], lengths[stage] + self.durations[stage])
+        return lengths
 
     @cached_property
     def least_seconds(self) -> float:
         """Lower bound on the time of any schedule: a device's work, between critical paths to and from it."""
         return max(
-            min(self.head[s] for s in own)
-            + self.steps * sum(self.durations[s] for s in own)
-            + min(self.tail[s] for s in own)
-            for own in self.device_stages
+            min(self.head[s] for s in stages)
+            + self.steps * sum(self.durations[s] for s in stages)
+            + min(self.tail[s] for s in stages)
+            for stages in self.device_stages
         )
 
     @cached_property
     def leads(self) -> dict[int, tuple[int, int]]:
         """Reader on the same device, with 1F1B's lead over it, for stages that have one."""
-        found = {}
+        reader_leads = {}
         for reader, need in enumerate(self.needs):
             for s in need:
-                if self.device_of[s] == self.device_of[reader] and reader not in self.fillers and s not in found:
-                    found[s] = reader, (reader - s - 1) // 2 + 1
-        return found
+                if self.device_of[s] == self.device_of[reader] and reader not in self.fillers and s not in reader_leads:
+                    reader_leads[s] = reader, (reader - s - 1) // 2 + 1
+        return reader_leads
 
     def rules(self) -> Iterator[Rule]:
         """Rules worth trying, frugal ones first."""
@@ -166,42 +166,42 @@ def list_schedule(pipeline: Pipeline, rule: Rule, memory: float = math.inf) -> R
     stages, devices, last = range(len(needs)), range(pipeline.devices), pipeline.last
     sign = -1 if rule.forward_first else 1
     order = [(s in pipeline.fillers, sign * pipeline.tail[s]) for s in stages]
-    by_priority = [sorted(own, key=order.__getitem__) for own in pipeline.device_stages]
+    by_priority = [sorted(device_stages, key=order.__getitem__) for device_stages in pipeline.device_stages]
     leads = pipeline.leads if rule.limits_lead else {}
-    made: list[Counter[int]] = [Counter() for _ in stages]
+    allocations: list[Counter[int]] = [Counter() for _ in stages]
     reads: list[list[int]] = [[] for _ in stages]
     for i, value in enumerate(pipeline.values):
-        made[value.made_in][value.device] += value.nbytes
+        allocations[value.made_in][value.device] += value.nbytes
         for s in {*value.read_in}:
             reads[s].append(i)
     readers = [len({*value.read_in}) for value in pipeline.values]
-    begun, done, waits = [0] * len(needs), [0] * len(needs), Counter[tuple[int, int]]()
-    held = [0] * len(devices)
+    started, finished, waits = [0] * len(needs), [0] * len(needs), Counter[tuple[int, int]]()
+    allocated = [0] * len(devices)
     rows: Rows = [[] for _ in devices]
     running: list[tuple[float, int, Task]] = []
     now, free = 0.0, {*devices}
 
     def may_begin(s: int) -> bool:
-        m = begun[s]
-        if m == steps or any(done[n] <= m for n in needs[s]):
+        m = started[s]
+        if m == steps or any(finished[n] <= m for n in needs[s]):
             return False
-        if s in leads and m - done[leads[s][0]] >= leads[s][1]:
+        if s in leads and m - finished[leads[s][0]] >= leads[s][1]:
             return False
-        if not needs[s] and rule.under_way is not None and m - min(done[n] for n in last) >= rule.under_way:
+        if not needs[s] and rule.under_way is not None and m - min(finished[n] for n in last) >= rule.under_way:
             return False
-        return all(held[d] + nbytes <= memory for d, nbytes in made[s].items())
+        return all(allocated[d] + nbytes <= memory for d, nbytes in allocations[s].items())
 
     while True:
         for device in sorted(free):
             chosen = next((s for s in by_priority[device] if may_begin(s)), None)
             if chosen is None:
                 continue
-            task = Task(chosen, begun[chosen])
+            task = Task(chosen, started[chosen])
             rows[device].append(task)
-            begun[chosen] += 1
+            started[chosen] += 1
             free.remove(device)
-            for d, nbytes in made[chosen].items():  # it is held from the start of its task
-                held[d] += nbytes
+            for d, nbytes in allocations[chosen].items():  # it is held from the start of its task
+                allocated[d] += nbytes
             heapq.heappush(running, (now + durations[chosen], device, task))
         if not running:
             break
@@ -209,9 +209,9 @@ def list_schedule(pipeline: Pipeline, rule: Rule, memory: float = math.inf) -> R
         while running and running[0][0] == now:
             _, device, task = heapq.heappop(running)
             free.add(device)
-            done[task.stage] += 1
+            finished[task.stage] += 1
             for i in reads[task.stage]:
                 waits[i, task.micro_batch] += 1
                 if waits[i, task.micro_batch] == readers[i]:
-                    held[pipeline.values[i].device] -= pipeline.values[i].nbytes
-    return rows if min(done) == steps else None
+                    allocated[pipeline.values[i].device] -= pipeline.values[i].nbytes
+    return rows if min(finished) == steps else None

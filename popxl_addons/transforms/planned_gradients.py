@@ -89,16 +89,18 @@ class PlannedGradients:
     def plan(self) -> MemoryPlan:
         """The plan that was applied."""
         applied = (self._applied_plans.get(graph) for graph in self.names)
-        made_for = (self.memory.budget, self.memory.called_graphs) if isinstance(self.memory, MemoryPlan) else (0, None)
-        return self._plan_of((plan for plan in applied if plan is not None), *made_for)
+        constraints = (
+            (self.memory.budget, self.memory.called_graphs) if isinstance(self.memory, MemoryPlan) else (0, None)
+        )
+        return self._plan_of((plan for plan in applied if plan is not None), *constraints)
 
     @property
     def needs(self) -> tuple[GraphNeeds, ...]:
         """Memory and time of the planned graphs, the input of a plan within a budget."""
-        held = 1 if self._budget_request is None else self._budget_request.live_micro_batches.get(self.model, 1)
+        live = 1 if self._budget_request is None else self._budget_request.live_micro_batches.get(self.model, 1)
         return tuple(
             graph_needs(
-                self._gradients[graph], self._backward[graph], self.names[graph], self.model, held, self.covers_model
+                self._gradients[graph], self._backward[graph], self.names[graph], self.model, live, self.covers_model
             )
             for graph in self.names
             if graph in self._gradients
@@ -111,10 +113,10 @@ class PlannedGradients:
         graphs = []
         for graph, name in self.names.items():
             if graph in self._gradients:
-                known = candidates(self._gradients[graph])
+                activations = candidates(self._gradients[graph])
                 for group in treatments[name]:
                     lines = tuple(
-                        _line(each, "recompute" if each.is_gathered else group.treatments[each.path]) for each in known
+                        _line(a, "recompute" if a.is_gathered else group.treatments[a.path]) for a in activations
                     )
                     graphs.append(GraphPlan(graph=name, calls=group.calls, activations=lines))
         return self._plan_of(graphs, budget, called_graphs)
@@ -131,28 +133,26 @@ class PlannedGradients:
     def __call__(self, info: GradGraphInfo) -> GradGraphInfo:
         """Gradient of a called graph, with the treatments of its plan."""
         graph = info.forward_graph
-        known = candidates(info)
+        activations = candidates(info)
         share_out_before_calls(info.graph)
         if graph not in self.names:
-            kept = [each.tensor for each in known if self._is_kept("everything", each)]
-            return info if len(kept) == len(known) else self._recomputing(info, kept)
+            saved = [a.tensor for a in activations if self._is_kept("everything", a)]
+            return info if len(saved) == len(activations) else self._recomputing(info, saved)
         self._gradients[graph] = info
-        treatments = self._treatments(graph, known)
-        by_treatment: dict[Treatment, list[popxl.Tensor]] = {each: [] for each in get_args(Treatment)}
-        for each in known:
-            by_treatment[treatments[each.path]].append(each.tensor)
-        read = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
+        treatments = self._treatments(graph, activations)
+        by_treatment: dict[Treatment, list[popxl.Tensor]] = {treatment: [] for treatment in get_args(Treatment)}
+        for a in activations:
+            by_treatment[treatments[a.path]].append(a.tensor)
+        reads = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
         _, recomputed = recomputed_ops(info, {*by_treatment["keep"], *by_treatment["offload"]})
-        shown = read | {*recomputed}
+        planned_tensors = reads | {*recomputed}
         self._applied_plans[graph] = GraphPlan(
             graph=self.names[graph],
             calls=self.calls[graph],
-            activations=tuple(_line(each, treatments[each.path]) for each in known if each.tensor in shown),
+            activations=tuple(_line(a, treatments[a.path]) for a in activations if a.tensor in planned_tensors),
         )
         if all(
-            treatments[each.path] == "keep" and not is_transposed_input(each.tensor)
-            for each in known
-            if each.tensor in read
+            treatments[a.path] == "keep" and not is_transposed_input(a.tensor) for a in activations if a.tensor in reads
         ):
             self._backward[graph] = info.graph
             return info
@@ -169,15 +169,15 @@ class PlannedGradients:
         planned, _ = recompute_activations(info, keep, offload, as_read=self.covers_model)
         return planned
 
-    def with_treatments(self, given: Mapping[popxl.Graph, GradGraphInfo]) -> dict[popxl.Graph, GradGraphInfo]:
+    def with_treatments(self, infos: Mapping[popxl.Graph, GradGraphInfo]) -> dict[popxl.Graph, GradGraphInfo]:
         """Existing gradients, such as handwritten ones, with the treatments of their plans."""
         first = {name: graph for graph, name in reversed(self.names.items())}
-        found = {}
+        planned = {}
         for graph, name in self.names.items():
-            if (info := given.get(first[name])) is not None:
+            if (info := infos.get(first[name])) is not None:
                 self._handwritten.add(graph)
-                found[graph] = self(info if graph is first[name] else remap_grad_info(info, graph, info.graph))
-        return found
+                planned[graph] = self(info if graph is first[name] else remap_grad_info(info, graph, info.graph))
+        return planned
 
     def _is_kept(self, policy: MemoryPolicy, activation: Activation) -> bool:
         """Whether a policy keeps an activation: "everything" includes weights that the model gathers last."""
@@ -186,24 +186,22 @@ class PlannedGradients:
 
     def _treatments(self, graph: popxl.Graph, activations: list[Activation]) -> dict[str, Treatment]:
         if not isinstance(self.memory, MemoryPlan):
-            return {each.path: "keep" if self._is_kept(self.memory, each) else "recompute" for each in activations}
+            return {a.path: "keep" if self._is_kept(self.memory, a) else "recompute" for a in activations}
         planned = self._requested_plans.get(graph)
         if planned is None:  # no gradient flowed through the graph where the plan was made
-            return {each.path: "keep" for each in activations}
-        known = [each.path for each in activations]
-        names = {each.name: each.path for each in activations} | {
-            path: path for path in known
-        }  # older plans have names
-        if missing := [each.path for each in planned.activations if each.path not in names]:
-            raise ValueError(matches_nothing(f"memory, the plan of {planned.graph}", missing, known))
-        stated: dict[str, Treatment] = {names[each.path]: each.treatment for each in planned.activations}
-        return {path: stated.get(path, "recompute") for path in known}
+            return {a.path: "keep" for a in activations}
+        paths = [a.path for a in activations]
+        names = {a.name: a.path for a in activations} | {path: path for path in paths}  # older plans have names
+        if missing := [a.path for a in planned.activations if a.path not in names]:
+            raise ValueError(matches_nothing(f"memory, the plan of {planned.graph}", missing, paths))
+        stated: dict[str, Treatment] = {names[a.path]: a.treatment for a in planned.activations}
+        return {path: stated.get(path, "recompute") for path in paths}
 
     def _divide_calls(self, plan: MemoryPlan) -> None:
         """Create one graph for each group of calls in the plan."""
         stated: dict[str, list[GraphPlan]] = {}
-        for each in plan.graphs:
-            stated.setdefault(each.graph, []).append(each)
+        for graph_plan in plan.graphs:
+            stated.setdefault(graph_plan.graph, []).append(graph_plan)
         if not stated.keys() <= {*self.names.values()}:
             raise ValueError(
                 f"memory: the plan is of the graphs {[*stated]}, and {self.model.title} calls "
@@ -214,10 +212,10 @@ class PlannedGradients:
         for graph, name in self.names.items():
             groups, graphs = stated.get(name, []), [graph]
             if len(groups) > 1:
-                counts = [each.calls for each in groups]
+                counts = [graph_plan.calls for graph_plan in groups]
                 graphs = divide_calls(self.model, graph, counts)
-                for part, count in zip(graphs, counts, strict=True):
-                    self.calls[part] = count
+                for copy, count in zip(graphs, counts, strict=True):
+                    self.calls[copy] = count
             names.update(dict.fromkeys(graphs, name))
             self._requested_plans.update(zip(graphs, groups, strict=False))
         self.names = names
@@ -233,12 +231,12 @@ def _compile_for(plan: MemoryPlan, ir: popxl.Ir) -> None:
 
 def _tail_of(model: popxl.Graph) -> set[popxl.Tensor]:
     """Ops of a model after its last call of a graph that gathers weights."""
-    found: set[popxl.Tensor] = set()
+    results: set[popxl.Tensor] = set()
     for op in reversed(model.ops):
         if gathers_weights(op):
             break
-        found.update(op.outputs)
-    return found
+        results.update(op.outputs)
+    return results
 
 
 def _names(graphs: Iterable[popxl.Graph]) -> dict[popxl.Graph, str]:

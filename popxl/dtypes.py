@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 torch_imported = find_spec("torch") is not None
-"""Whether PyTorch is installed. It is not imported: its objects occur only in programs that have done so."""
+"""Whether PyTorch is installed. It is never imported here: programs that pass its objects have imported it."""
 
 np_dtype_float8_143 = np.dtype([("float8_143", "u1")])
 np_dtype_float8_152 = np.dtype([("float8_152", "u1")])

@@ -77,7 +77,7 @@ def _waiting(t: popxl.Tensor, after: popxl.Tensor | None) -> popxl.Tensor:
 
 
 def samples_of(specs: Sequence[popxl.TensorSpec]) -> int:
-    """Samples of a batch: the first dimension of all inputs that have one. `ValueError` if they differ, or none has."""
+    """Batch size: the first dimension of all inputs that have one. `ValueError` if they differ, or none has."""
     samples_by_name = {
         f"inputs[{i}]": samples for i, spec in enumerate(specs) if (samples := _samples(spec)) is not None
     }

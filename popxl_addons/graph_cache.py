@@ -1,4 +1,4 @@
-"""A cache of graphs: one graph for all calls that would build the same one.
+"""Graph cache: calls that would build equal graphs share one.
 
 A graph depends on the callable, on the specs of its tensor arguments, on the values of its other arguments, on
 where its ops are placed, and on the precision that a model is built in. These make the key of a call; equal keys share

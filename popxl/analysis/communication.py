@@ -130,7 +130,7 @@ class Communication(OnPage, Record):
         return f"Communication[{bytes_text(self.bytes)} in {sum(n for n, _ in self.totals.values())}, of {self.name}]"
 
     def page(self) -> Page:
-        """What `print` and notebooks show."""
+        """Page for `print` and notebooks."""
         summary = f"{self.replicas} replicas. Bytes are those of one: what goes in, or comes out, whichever is more."
         alike: dict[tuple[Any, ...], list[Collective | IpuCopy]] = defaultdict(list)
         for e in self.collectives:

@@ -160,7 +160,7 @@ class Estimate(OnPage, Record):
         return f"Estimate[{count_text(self.cycles)} cycles on {self.hardware}]"
 
     def page(self) -> Page:
-        """What `print` and notebooks show."""
+        """Page for `print` and notebooks."""
         fits = "" if self.fits else " The program does not fit: not all IPUs have enough memory."
         summary = (
             f"An estimate for one replica on the {self.hardware}, from its published figures; nothing was measured. "

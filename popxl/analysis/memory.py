@@ -148,7 +148,7 @@ class Memory(OnPage, DeviceMemory):
         return f"Memory[{bytes_text(self.device)} at most, of {self.name}]"
 
     def page(self) -> Page:
-        """What `print` and notebooks show."""
+        """Page for `print` and notebooks."""
         counts = [*((name, getattr(self, name)) for name in _PARTS), ("in all, at most", self.device)]
         rows = [[name, bytes_text(count)] for name, count in counts if count or name == "in all, at most"]
         if self.budget:

@@ -1,4 +1,4 @@
-"""Environment of the launcher `poprun`, or of a scheduler: the number of instances, and the index of this one.
+"""Launcher environment, of `poprun` or a scheduler: number of instances, and index of this one.
 
 An *instance* is one process of a program that several processes run together. Each builds the same program and drives
 its share of the replicas, in order: the first instance has the first ones. Where replicas have several devices each,

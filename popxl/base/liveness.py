@@ -22,7 +22,7 @@ class LiveRange(NamedTuple):
 
 
 def live_ranges(steps: Iterable[tuple[Iterable[K], Iterable[K]]], kept: Iterable[K] = ()) -> dict[K, list[LiveRange]]:
-    """The live ranges of each value, in order: one for each step that makes it, after that of a value given before.
+    """Live ranges of each value in order, one per step that defines it; the first is that of a given value, if any.
 
     Args:
         steps: the values that each step reads, and those that it then makes.

@@ -73,7 +73,7 @@ def with_results(traced: Any, which: Sequence[bool] | None = None, all_arguments
 
 
 def depend_on_arguments(jaxpr: Any) -> list[bool]:
-    """Flag for each result of a jaxpr: whether it depends on the arguments."""
+    """Dependence of each result of a jaxpr on the arguments, as flags."""
     found = {*map(id, jaxpr.invars)}
     for equation in jaxpr.eqns:
         if not found.isdisjoint(map(id, equation.invars)):

@@ -30,7 +30,7 @@ from popxl.values.subscripts import sum_subscripts
 
 Rule = Callable[..., Tensor]
 REAL = (RealOnly(),)
-"""The traits of an op that has no others, and refuses complex numbers."""
+"""Traits of ops whose only property is to refuse complex numbers."""
 ELEMENTWISE = ShardingRule()
 """Sharding rule of an elementwise op that is linear in no operand."""
 LINEAR_IN_GRADIENT = ShardingRule(linear=("g",))

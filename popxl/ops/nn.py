@@ -1,4 +1,4 @@
-"""Softmax and the losses on it."""
+"""Softmax, and losses of logits and probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving an `Ir` to a file: its parts, as in `popxl.program.saved`, and the numbers. See `Ir.save`."""
+"""Serialisation of an `Ir` to a file: its parts, as in `popxl.program.saved`, and the numbers. See `Ir.save`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autodiff`: from a graph to the graph of its gradients.
+"""`autodiff`: gradient graphs by reverse-mode differentiation.
 
 The forward graph is walked backwards once. Each op adds, by its own rule, ops to the gradient graph; the forward
 tensors that a rule reads become inputs of the gradient graph (activations). Rules, and JAX's derivative of ops without

@@ -145,7 +145,7 @@ class Loop:
 
 
 def scan_of(equation: JaxprEqn) -> Loop:
-    """A `scan` as a loop."""
+    """Convert a `scan` to a loop."""
     body = equation.params["jaxpr"]
     pairs = zip(equation.outvars, body.jaxpr.outvars, strict=True)
     carried = sum(_rank(outer) == _rank(inner) for outer, inner in pairs)

@@ -61,7 +61,7 @@ def as_op(equation: JaxprEqn, why: str) -> tuple[OpKind, Sequence[Any], dict[str
 
 
 DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
-"""The primitives that call a function with a derivative of its own."""
+"""Primitives that call a function with a custom derivative."""
 
 
 def of_equation(equation: JaxprEqn) -> tuple[list[Any], Function]:

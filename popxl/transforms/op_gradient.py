@@ -1,4 +1,4 @@
-"""The gradient of one op: by its own rules, or by JAX.
+"""Gradients of single ops, by declared rules or by JAX.
 
 JAX differentiates the op, the graph stays explicit: the gradient of an op without rules is one op, whose function is
 `jax.vjp` of the op's. Dead-code elimination of its trace determines the forward values that it needs.

@@ -1,4 +1,4 @@
-"""Subscripts of an op: which dimensions of operands are which of results, as for `einsum`: `"...ik,...kj->...ij"`.
+"""Subscripts of an op, as for `einsum`: `"...ik,...kj->...ij"` relates dimensions of operands and results.
 
 A letter is a dimension. `...` stands for any number of leading dimensions, which broadcast; `_` for a dimension that
 the op does not treat element by element, such as that of a softmax, or that only results have; `(ab)` for one with the

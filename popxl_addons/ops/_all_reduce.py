@@ -1,4 +1,4 @@
-"""All-reduces whose operands or gradients are declared to be the same on all replicas.
+"""All-reduces with operands or gradients that are declared equal on all replicas.
 
 An all-reduce is its own gradient. At the two ends of a layer whose weights are divided among replicas that would be one
 reduction too many: the inputs are the same on all replicas, and so are the incoming gradients. With that declaration,

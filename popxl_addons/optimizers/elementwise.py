@@ -1,4 +1,4 @@
-"""Test whether a function of arrays is elementwise, so that it does the same to shards as to the whole array."""
+"""Test for elementwise functions of arrays, which treat shards like whole arrays."""
 
 from __future__ import annotations
 

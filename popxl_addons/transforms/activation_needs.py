@@ -158,7 +158,7 @@ def _is_by_element(op: popxl.Op) -> bool:
 
 
 def _statistics(op: popxl.Op) -> list[popxl.Tensor]:
-    """Results that the first one is recomputed from."""
+    """Statistics of a normalisation: results that the first one is recomputed from."""
     trait = op.kind.recomputed_from
     return [] if trait is None else [op.outputs[i] for i in trait.results]
 

@@ -1,4 +1,4 @@
-"""Calls of one graph divided among copies of it, so that each group of calls can have a gradient graph of its own."""
+"""Groups of calls of one graph, each with a copy of it, and thus with a gradient graph of its own."""
 
 from __future__ import annotations
 

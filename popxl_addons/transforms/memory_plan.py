@@ -315,7 +315,7 @@ class MemoryPlan(OnPage, BaseModel):
         return totals
 
     def page(self) -> Page:
-        """What `print` and notebooks show."""
+        """Page for `print` and notebooks."""
         content: list[str | Table] = [f"In addition: {self.besides}."] if self.besides else []
         if self.budget:
             calls = f", with called graphs {self.called_graphs}" if self.called_graphs else ""

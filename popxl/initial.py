@@ -218,7 +218,7 @@ class Stacked(Initial):
 
 
 Known = Annotated[Full | Random | PartOfFile | Stacked, Field(discriminator="kind")]
-"""Every kind of description."""
+"""Union of all descriptions."""
 
 Stacked.model_rebuild()
 

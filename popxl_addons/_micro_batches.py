@@ -15,7 +15,7 @@ MicroBatch = Callable[[popxl.Tensor | None], list[popxl.Tensor]]
 class MicroBatches:
     """Division of a step's inputs into equal slices of their first dimension.
 
-    Scalars are the same for all micro-batches. Of a random seed, each has one of its own.
+    Scalars are shared by all micro-batches; a random seed is split.
 
     Args:
         specs: specs of the inputs, with whole batches.

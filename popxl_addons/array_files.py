@@ -144,8 +144,8 @@ def map_file(array: np.ndarray) -> Path | None:
 def arrays_in(directory: Path) -> dict[str, LazyArray]:
     """The arrays by name, of whichever format; without memory maps.
 
-    They stay in their files, if `checksums.json` is there to compare these with. Otherwise they are read at once, as an
-    archive compares its own sums while it is read; and so is an array whose elements do not follow each other.
+    With `checksums.json`, arrays stay in their files. Without it they are read at once, as an archive verifies its own
+    sums while it is read; so are arrays with elements in another order.
 
     Raises:
         UnreadableFileError: if a file is damaged, or holds something that only Python could read.

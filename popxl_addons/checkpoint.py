@@ -54,7 +54,7 @@ INFO = "session_info.json"
 LOADER = "dataloader.bin"
 
 _PATIENCE = 0.005
-"""Seconds between two looks at the thread that writes a checkpoint."""
+"""Polling interval for the thread that writes a checkpoint, in seconds."""
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import popxl
 from popxl import Op
 
 Replacement = Callable[..., Any]
-"""Makes the new ops: takes the inputs of the old op, returns tensors for its outputs. See `popxl.Graph.replace`."""
+"""Replacement function: from the inputs of the old op to tensors for its outputs. See `popxl.Graph.replace`."""
 
 Pattern = Callable[[Op], Replacement | None]
 """Function that returns the replacement of an op; `None` keeps the op."""

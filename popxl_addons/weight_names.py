@@ -137,8 +137,8 @@ LLAMA = Names(
     prefix="model.",
     ignored=frozenset({"model.layers.*.self_attn.rotary_emb.inv_freq"}),
 )
-"""Llama's names, with the biases and norms that some of its relatives have."""
+"""Names of Llama, with biases and norms of related models."""
 
 
 QWEN = LLAMA
-"""Qwen 2 and 3 name their weights as Llama does; 2 has biases of queries, keys and values, 3 has norms of heads."""
+"""Names of Qwen 2 and 3, equal to Llama's; 2 has biases of queries, keys and values, 3 has norms of heads."""

@@ -129,7 +129,7 @@ ELEMENTWISE_PRIMITIVES = _OF_RESULTS | frozenset(
     "convert_element_type bitcast_convert_type reduce_precision copy copy_p stop_gradient real imag conj "
     "complex".split()
 )
-"""Primitives that make each element of their result of the elements in its place."""
+"""Elementwise primitives."""
 
 _VIEWS = frozenset("reshape transpose squeeze slice split broadcast_in_dim expand_dims copy stop_gradient".split())
 """Primitives that kernels do without, as they read arrays with strides."""

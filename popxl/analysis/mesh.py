@@ -28,7 +28,7 @@ class Mesh:
     """Axes of replicas, the first one the outermost. All have two replicas or more.
 
     Attributes:
-        names: names of the axes; those of the Ir, where it has some.
+        names: names of the axes, from the Ir if it has named axes.
         strides: distance between neighbours along each axis.
         sizes: number of replicas along each axis.
     """

@@ -33,7 +33,7 @@ _NAMES: dict[Use, str] = {
     "other": "other results",
 }
 _COLUMNS = 300
-"""The schedule is drawn in so many columns: each shows the step of its part with the most memory."""
+"""Number of columns of the drawn schedule; each shows the step of its part with the most memory."""
 
 
 def overview_of(ir: Ir) -> Picture:

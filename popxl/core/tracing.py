@@ -102,5 +102,5 @@ def inputs_used(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tu
 
 
 def _precision(specs: Sequence[TensorSpec]) -> AbstractContextManager[Any]:
-    """JAX takes 64-bit numbers for 32-bit ones unless it is told otherwise."""
+    """Context in which JAX keeps 64-bit types, if a spec has one."""
     return jax.enable_x64(True) if any(spec.dtype.is_wide for spec in specs) else nullcontext()

@@ -194,7 +194,7 @@ def view_as_complex(t: Tensor) -> Tensor:
 
 NORM = Literal["backward", "ortho", "forward"]
 _TOGETHER = 3
-"""XLA transforms so many axes at once."""
+"""Maximum number of axes of one XLA Fourier transform."""
 
 
 class Fourier(Protocol):

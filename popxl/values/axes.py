@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from popxl.values.shapes import integer
 
 IPUS: Final = "ipus"
-"""In place of the size of an axis: along it lie the IPUs of a replica."""
+"""Size of the axis along which the IPUs of a replica lie."""
 
 
 @dataclass(frozen=True)

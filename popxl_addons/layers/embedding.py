@@ -14,7 +14,7 @@ from popxl_addons.module import Module
 from popxl_addons.named_replica_grouping import resolved
 
 MULTISLICE_MAGIC_NUMBER = 16
-"""Rows of a table come in multiples of this."""
+"""Granularity of table rows."""
 
 
 class Embedding(Module):

@@ -27,7 +27,7 @@ _of_mean = OpKind(
     traits=[ShardingRule(linear=("w",))],
     key="popxl_addons.GradientOfMean",
 )
-"""The same tensor; its gradient, a sum over so many losses, becomes that of their mean."""
+"""Identity whose gradient, a sum over `size` losses, is divided by `size` to that of their mean."""
 
 
 def _reverse_dispatch(g: popxl.Tensor, index: popxl.Tensor, inverse: popxl.Tensor, times: int) -> popxl.Tensor:
@@ -54,9 +54,9 @@ Each of these rows is picked once at most, and `inverse` says where to: so gradi
 class Experts(Module):
     """Mixture of experts: a router selects networks per token, giving ``sum of gate * expert(token)`` over top experts.
 
-    Replicas of a `group` have some experts each, and tokens of their own. Tokens are sent to the replicas that have
-    their experts, and back: two all-to-alls, and two for the gradients. An expert takes as many tokens of each replica
-    as it has room for, those that come first; a token without a place adds nothing, so keep ``x +`` around the layer.
+    Replicas of a `group` divide the experts, and each has its own tokens. Tokens are sent to the replicas of their
+    experts, and back: two all-to-alls, and two for the gradients. An expert takes the first tokens of each replica up
+    to its capacity; a token beyond it adds nothing, so keep ``x +`` around the layer.
 
     Variables, without biases: `router` of shape (width, count), in float32; and, of the dtype of `x` and of the experts
     that a replica has, `up` of shape (experts, width, hidden) and `down` of shape (experts, hidden, width); with

@@ -14,7 +14,7 @@ from popxl_addons.ops.fp8_mse_scale import fp8_mse_scale, max_scaling_bias, min_
 ScaleMetric = Literal["amax", "mse", "manual_scale"]
 
 _GRADIENT_MARGIN = 3
-"""Gradients get a scale so much smaller, as room for their outliers."""
+"""Headroom for outliers of gradients: binades that their scale is reduced by."""
 
 
 class LinearFP8(Linear):

@@ -117,5 +117,5 @@ uniform_at = OpKind(
     gradient=None,
     key="popxl_addons.UniformAtPlaces",
 )
-"""A number from 0 to below 1 for each text. It depends on the text's own seed and on the place in the text alone, so a
-text is drawn alike in whichever company."""
+"""Uniform draws, one per text, from 0 to below 1. A draw depends on the text's seed and the position alone, whichever
+other texts are in the batch."""

@@ -33,7 +33,7 @@ from popxl_addons.transforms.schedule import PipelineSchedule, PipelineValue, Se
 OpId = int
 
 BEFORE = -1
-"""In place of a stage, for ops that run once before the pipeline."""
+"""Stage number of ops that run once before the pipeline."""
 
 Waiting = dict[str, deque[Any]]
 """Queues of values for later stages, oldest first, by tensor id; `None` for empty entries."""

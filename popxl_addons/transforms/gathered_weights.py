@@ -44,7 +44,7 @@ _ByInput = dict[int, _Shards]
 
 
 def gather_where_read(graph: GraphWithNamedArgs, variables: NamedTensors) -> GraphWithNamedArgs:
-    """A copy of a graph that takes shards, and gathers each weight where it is read: in copies of the graphs it calls.
+    """Copy a graph to take shards, and gather each weight where it is read, in copies of the called graphs.
 
     The gradient of such a shard is that of the mean over the replicas. A graph whose gradient is given is called with
     whole weights. A weight that the graph reads itself is released before it calls a graph that gathers: it gathers the
@@ -52,8 +52,8 @@ def gather_where_read(graph: GraphWithNamedArgs, variables: NamedTensors) -> Gra
 
     Args:
         graph: the model, with whole weights as `args`.
-        variables: by the same names, what is to be bound. Those that are sharded variables count. Their shards are
-            inputs of the copy: as float32, if they are halves.
+        variables: bindings by the same names. Sharded variables among them are inputs of the copy, as shards; halves as
+            float32.
 
     Returns:
         The copy; the graph itself if it has no such weights.

@@ -17,18 +17,18 @@ from popxl.ops.collectives.collectives import OP_MAP, share, widen_for_sum
 from popxl.ops.collectives.group import Group, chunk_size
 
 LANES = 128
-"""Accelerators may hold arrays in rows of so many numbers. Of chunks that are no whole rows, they would sum all of all
-replicas."""
+"""Row length of accelerator memory layouts. XLA would all-reduce the whole arrays for chunks that are not whole rows.
+"""
 
 BLOCK = 32 * LANES
-"""A chunk of whole blocks is summed as it lies; others would be padded, and what is summed shifted between members."""
+"""Chunk granularity of reduce-scatters. Other chunks would be padded, and sums shifted between members."""
 
 FEW = 8 * LANES
-"""So few numbers for each member are summed whole in any case, as nothing is quicker, and blocks would be padding."""
+"""Maximum chunk size without padding to blocks: XLA all-reduces such small arrays whole in any case."""
 
 NEIGHBOURS = 8
-"""In groups of so few members, sending each its part directly takes no longer than a reduce-scatter of twice as much,
-on one node of GPUs or a torus of so many chips; on two nodes of four GPUs, 1.16 times as long, by published figures."""
+"""Maximum group size for direct exchanges of half-precision parts. They take no longer than a reduce-scatter in float32
+on one node of GPUs or a torus of as many chips; on two nodes of four GPUs, 1.16 times as long, by published figures."""
 
 _TERMS: dict[str, Callable[[Array], Array]] = {
     "add": widen_for_sum,

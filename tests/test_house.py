@@ -170,7 +170,7 @@ def test_no_class_name_stands_twice_in_a_package(package: str) -> None:
     found: dict[str, list[str]] = {}
     for node, name, file in definitions(package):
         if isinstance(node, ast.ClassDef) and name != "Options":
-            found.setdefault(name if package == "poptorch" else name.lstrip("_"), []).append(file)
+            found.setdefault(name.lstrip("_"), []).append(file)
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
 
 

@@ -332,7 +332,7 @@ class CheckpointSession(popxl.Session):
                 ):
                     self._parts.write_parts({v: array.elements for v, array in values.items()})
         if not is_joint:
-            self._parts.write(read)
+            self._parts.write(host_values)
         self.session_state = info
 
     @contextmanager

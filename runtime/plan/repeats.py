@@ -29,7 +29,7 @@ def group_steps(structures: Sequence[Hashable], sizes: Sequence[int], ipus: Sequ
         ipus: IPU of each; a segment is on one IPU.
 
     Example:
-        >>> list(spans("xabababab", [9] * 9, [0] * 9))
+        >>> list(group_steps("xabababab", [9] * 9, [0] * 9))
         [(0, 1), (1, 2), (3, 2), (5, 2), (7, 2)]
     """
     first = 0

@@ -39,7 +39,7 @@ def periodic_ranges(signatures: Sequence[int], sizes: Sequence[int], first: int,
         sizes: weight of each element. An iteration has exactly one element with a weight above 0.
 
     Example:
-        >>> spans([7, 1, 2, 1, 2, 1, 2, 1], [0, 5, 0, 5, 0, 5, 0, 5], 0, 8)
+        >>> periodic_ranges([7, 1, 2, 1, 2, 1, 2, 1], [0, 5, 0, 5, 0, 5, 0, 5], 0, 8)
         [PeriodicRange(first=1, end=8, period=2)]
     """
     total = [0, *accumulate(sizes)]

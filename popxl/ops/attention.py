@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from popxl import dtypes
@@ -24,8 +23,8 @@ from popxl.core.traits import REFUSED, Drops, ShardingRule
 from popxl.errors import PopxlError
 from popxl.ops.kernels.elements import full_after
 from popxl.ops.kernels.kernel import Kernel
+from popxl.ops.kernels.score_dropout import kept_weights
 from popxl.ops.kernels.sums import exponentials, largest, summed
-from popxl.ops.kernels.words import fold_in, words
 from popxl.ops.precision import wide_dtype
 from popxl.ops.random import check_seed, probability
 from popxl.values.shapes import broadcast_shapes, flag, like_first, number, same_dtype
@@ -102,8 +101,9 @@ class _Blocks:
         if not self.dropout:
             return weights
 
-        bits = words(fold_in(fold_in(self.seed, i), j), (*self.lead, self.rows, self.columns))
-        kept = bits >= np.uint32(min(round(self.dropout * 2**32), 2**32 - 1))
+        heads = jnp.arange(math.prod(self.lead)).reshape(*self.lead, 1, 1)
+        rows = heads * self.length + (i * self.rows + jnp.arange(self.rows))[:, None]
+        kept = kept_weights(self.seed, rows, j * self.columns + jnp.arange(self.columns), self.dropout)
         return tuple(jnp.where(kept, w / (1 - self.dropout), 0) for w in weights)
 
     def product(self, subscripts: str, a: Any, b: Any) -> Any:
@@ -389,8 +389,8 @@ def attention(
     Blocks have at most 512 queries and 512 keys. So memory grows with the length of the text, not with its square; the
     gradient recomputes the scores. Sums are in float32. A query without keys gets zeros.
 
-    On TPUs, texts of float32 or bfloat16 whose lengths are multiples of 128 go through Pallas kernels, unless there is
-    dropout, or more than 256 channels. On NVIDIA GPUs, texts of float16 or bfloat16 go through cuDNN's kernels, unless
+    On TPUs, texts of float32 or bfloat16 go through Pallas kernels, unless there are fewer than 65 queries or keys, or
+    more than 256 channels. On NVIDIA GPUs, texts of float16 or bfloat16 go through cuDNN's kernels, unless
     there is dropout, fewer than 64 queries or keys, or more than 256 channels (128 on GPUs older than the Hopper
     generation). So do those with most masks (docs/targets.md). All else is computed in blocks of plain JAX.
 
@@ -403,7 +403,8 @@ def attention(
             broadcasts to `(..., heads, length, key length)`. A gradient flows to a float one.
         causal: each query sees the keys up to its own place, counted from the first.
         scale: scale of the scores, 1 / √channels by default.
-        dropout: probability that a key is dropped for a query; the other keys are scaled up accordingly.
+        dropout: probability that a key is dropped for a query, to the nearest 2⁻¹⁶; the other keys are scaled up
+            accordingly.
         seed_tensor: seed of the dropout: uint32 tensor of shape `(2,)`. The same seed drops the same keys.
 
     Returns:

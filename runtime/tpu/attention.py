@@ -1,4 +1,4 @@
-"""Attention on TPUs: Pallas kernels for what they support: no dropout, whole blocks, values as wide as keys.
+"""Attention on TPUs: Pallas kernels for what they support: texts that are not short, values as wide as keys.
 
 They keep blocks of scores in the core's memory, where the plain implementation leaves their placement to XLA. Blocks
 that a causal mask hides are neither fetched nor computed.
@@ -7,7 +7,8 @@ All arrays have the sequence as last dimension, in memory and in the kernels. Th
 to 128 elements, so that heads of 64 channels would need twice their memory; results of products have this order, so
 that they need no copies. Scores are transposed, keys by queries: maxima and sums over keys are then rows, one number
 for each query, and results and gradients take products without transposing scores. So is the bias that a mask becomes:
-of the same keys for all queries, it is a column.
+of the same keys for all queries, it is a column. Random numbers of dropout are computed in the kernels, too.
+Of a block that reaches beyond the end of a sequence, kernels read anything there, and write nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +29,18 @@ from jax.experimental.pallas import tpu as pallas
 from popxl.base.arrays import Array
 from popxl.ops.attention import attended_backward_anew
 from popxl.ops.attention import attention_forward as plain
+from popxl.ops.kernels.score_dropout import GROUP, is_kept, quadruples
 from runtime.score_bias import ScoreBias
 
 SMALLEST, MOST_QUERIES, MOST_KEYS = 128, 512, 1024
-"""The sizes of blocks: a power of two in between that divides the length; half as many keys in float32.
+"""The sizes of blocks: multiples of the smallest; half as many keys in float32.
 
 For 1024 keys, the forward kernel takes 0.82 x the bundles of two blocks of 512, and the kernel of gradients 0.84 x (64
 channels, on a v5e).
 """
+
+SHORTEST = 65
+"""Minimum number of queries and keys: with fewer, padding would more than quadruple the number of scores."""
 
 MOST_CHANNELS = 256
 """With more channels, blocks would not fit."""
@@ -57,22 +62,33 @@ Ref = Any
 
 
 class _Blocks(NamedTuple):
-    """Blocks of scores: their numbers of queries and keys, and which of them a causal mask leaves visible."""
+    """Blocks of scores: their numbers of queries and keys, and which of them a causal mask leaves visible.
+
+    Attributes:
+        length, keys_length: numbers of queries and keys of a head, of which the last block may lack some.
+    """
 
     queries: int
     keys: int
     causal: bool
     scale: float
+    dropout: float
+    length: int
+    keys_length: int
 
     @classmethod
     def of(cls, q: Array, k: Array, mask: Array | None, how: dict[str, Any]) -> _Blocks:
-        """The blocks for queries and keys. One block of more keys than queries would hide nothing of a causal mask."""
+        """The blocks for queries and keys as given.
+
+        A single block of more keys than queries would hide nothing of a causal mask.
+        """
         # Products of float32 hold further copies of their operands, and so large is a block of a mask of float32.
         most_keys = MOST_KEYS * 2 // max(k.dtype.itemsize, 0 if mask is None else mask.dtype.itemsize)
-        queries, keys = math.gcd(q.shape[-1], MOST_QUERIES), math.gcd(k.shape[-1], most_keys)
-        if how["causal"] and keys == k.shape[-1]:
+        length, keys_length = (t.shape[-2] for t in (q, k))
+        queries, keys = _block(length, MOST_QUERIES), _block(keys_length, most_keys)
+        if how["causal"] and keys >= keys_length:
             keys = min(keys, queries)
-        return cls(queries, keys, how["causal"], how["scale"])
+        return cls(queries, keys, length=length, keys_length=keys_length, **how)
 
     def visible(self, i: Array, j: Array) -> Array:
         """The block of keys `j`, or the last one that the block of queries `i` sees."""
@@ -87,10 +103,32 @@ class _Blocks(NamedTuple):
         scores = _product(k, q, 0, 0) * (self.scale / math.log(2))
         if bias is not None:
             scores = scores + bias[...].astype(jnp.float32) * (1 / math.log(2))
-        if not self.causal:
-            return scores
         key, query = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) for axis in (0, 1))
-        return jnp.where(key - query <= i * self.queries - j * self.keys, scores, -jnp.inf)
+        if self.keys_length % self.keys:
+            scores = jnp.where(key < self.keys_length - j * self.keys, scores, -jnp.inf)
+        if self.causal:
+            scores = jnp.where(key - query <= i * self.queries - j * self.keys, scores, -jnp.inf)
+        return scores
+
+    def of_queries(self, t: Array, i: Array) -> Array:
+        """A block of per-query values, with zeros beyond the last query."""
+        return _cleared(t, self.length - i * self.queries) if self.length % self.queries else t
+
+    def of_keys(self, t: Array, j: Array) -> Array:
+        """A block of per-key values, with zeros beyond the last key."""
+        return _cleared(t, self.keys_length - j * self.keys) if self.keys_length % self.keys else t
+
+    def dropped(self, seed: Ref | None, head: Array, i: Array, j: Array, *weights: Array) -> tuple[Array, ...]:
+        """Apply dropout to weights, keys by queries."""
+        if seed is None:
+            return weights
+        shape = self.keys // 4, self.queries
+        place, query = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        row = head * self.length + i * self.queries
+        numbers = quadruples(seed, row + query, j * (self.keys // 4) + place)
+        groups = [each.reshape(-1, GROUP, self.queries) for each in numbers]
+        kept = is_kept(jnp.stack(groups, 1).reshape(self.keys, self.queries), self.dropout)
+        return tuple(jnp.where(kept, t * (1 / (1 - self.dropout)), 0) for t in weights)
 
 
 class _Bias(NamedTuple):
@@ -108,13 +146,11 @@ class _Bias(NamedTuple):
     heads_of_text: int
 
     @classmethod
-    def of(cls, bias: ScoreBias, queries: Array) -> tuple[_Bias, ...]:
-        """That of a mask, if there is one."""
-        if bias.values is None:
-            return ()
-        texts, heads, *scores = bias.values.shape
-        array = bias.values.reshape(-1, *scores).mT
-        return (cls(array, texts > 1, heads > 1, queries.shape[-3] if queries.ndim > 2 else 1),)
+    def of(cls, values: Array, queries: Array) -> _Bias:
+        """The bias with these values, of shape (texts or 1, heads or 1, queries or 1, keys)."""
+        texts, heads, *scores = values.shape
+        array = values.reshape(-1, *scores).mT
+        return cls(array, texts > 1, heads > 1, queries.shape[-3] if queries.ndim > 2 else 1)
 
     def spec(self, blocks: _Blocks, place: Callable[..., tuple[Array, Array, Array]]) -> pl.BlockSpec:
         """Its blocks, by a function from the numbers of a block to those of the head of queries, keys and queries."""
@@ -129,9 +165,36 @@ class _Bias(NamedTuple):
         return pl.BlockSpec((None, blocks.keys, 1 if is_column else blocks.queries), index)
 
 
+class _Optional(NamedTuple):
+    """Operands of kernels that not all attention has, `None` where it has none.
+
+    Attributes:
+        bias: that of scores.
+        seed: two words, of dropout.
+    """
+
+    bias: _Bias | None
+    seed: Array | None
+
+    @classmethod
+    def of(cls, bias: ScoreBias, seed: Array | None, queries: Array, dropout: float) -> _Optional:
+        """The operands for a mask and a probability of dropout."""
+        return cls(None if bias.values is None else _Bias.of(bias.values, queries), seed if dropout else None)
+
+    @property
+    def arrays(self) -> tuple[Array | None, Array | None]:
+        return self.bias and self.bias.array, self.seed
+
+    def specs(self, blocks: _Blocks, place: Callable[..., tuple[Array, Array, Array]]) -> list[pl.BlockSpec | None]:
+        """Their blocks; `place` as in `_Bias.spec`."""
+        words = None if self.seed is None else pl.BlockSpec(memory_space=pallas.SMEM)
+        return [self.bias and self.bias.spec(blocks, place), words]
+
+
 def _forward_kernel(
     blocks: _Blocks,
     bias: Ref | None,
+    seed: Ref | None,
     q: Ref,
     k: Ref,
     v: Ref,
@@ -154,7 +217,8 @@ def _forward_kernel(
         scores = blocks.scores(q[...], k[...], bias, i, j)
         higher = jnp.maximum(top[...], jnp.max(scores, 0, keepdims=True))
         weights, shrunk = jnp.exp2(scores - higher), jnp.exp2(top[...] - higher)
-        mixed[...] = mixed[...] * shrunk + _product(v[...], weights.astype(v.dtype), 1, 0)
+        (kept,) = blocks.dropped(seed, pl.program_id(0), i, j, weights)
+        mixed[...] = mixed[...] * shrunk + _product(blocks.of_keys(v[...], j), kept.astype(v.dtype), 1, 0)
         total[...] = total[...] * shrunk + jnp.sum(weights, 0, keepdims=True)
         top[...] = higher
 
@@ -172,8 +236,8 @@ def attention_forward(
         return plain.plain(queries, keys, values, mask, seed, **how)
     q, k, v = (_by_head(t) for t in (queries, keys, values))
     (heads, channels, length), shared = q.shape, q.shape[0] // k.shape[0]
-    blocks, masked = _Blocks.of(q, k, mask, how), ScoreBias.of(mask, queries, keys, how["causal"], HIDDEN)
-    bias = _Bias.of(masked, queries)
+    blocks, masked = _Blocks.of(queries, keys, mask, how), ScoreBias.of(mask, queries, keys, how["causal"], HIDDEN)
+    optional = _Optional.of(masked, seed, queries, blocks.dropout)
 
     def of_queries(rows: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, rows, blocks.queries), lambda h, i, j: (h, ZERO, i))
@@ -183,10 +247,10 @@ def attention_forward(
     )
     with _products(q):
         out, logs = pl.pallas_call(
-            partial(_forward_kernel, blocks, *(() if bias else (None,))),
-            grid=(heads, length // blocks.queries, k.shape[-1] // blocks.keys),
+            partial(_forward_kernel, blocks),
+            grid=(heads, pl.cdiv(length, blocks.queries), pl.cdiv(k.shape[-1], blocks.keys)),
             in_specs=[
-                *(each.spec(blocks, lambda h, i, j: (h, blocks.visible(i, j), i)) for each in bias),
+                *optional.specs(blocks, lambda h, i, j: (h, blocks.visible(i, j), i)),
                 *(of_queries(channels), of_keys, of_keys),
             ],
             out_specs=[of_queries(channels), of_queries(1)],
@@ -194,7 +258,7 @@ def attention_forward(
             scratch_shapes=[pallas.VMEM((rows, blocks.queries), jnp.float32) for rows in (channels, 1, 1)],
             compiler_params=pallas.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
             name="attention",
-        )(*(each.array for each in bias), q, k, v)
+        )(*optional.arrays, q, k, v)
     return masked.fill_results(_as_given(out, queries), logs.reshape(queries.shape[:-1]))
 
 
@@ -202,6 +266,7 @@ def _backward_kernel(
     blocks: _Blocks,
     wanted: str,
     bias: Ref | None,
+    seed: Ref | None,
     g: Ref,
     q: Ref,
     k: Ref,
@@ -213,7 +278,7 @@ def _backward_kernel(
     """Gradients, summed over blocks: those of queries over keys, those of keys and values over queries and heads."""
     results, (shift, *sums) = dict(zip(wanted, others, strict=False)), others[len(wanted) :]
     total = dict(zip(wanted, sums, strict=True))
-    chunk, head, i, j = (pl.program_id(d) for d in range(1, 5))
+    key_head, chunk, head, i, j = (pl.program_id(d) for d in range(5))
     last_head, last_i, last_j = (pl.num_programs(d) - 1 for d in range(2, 5))
     at = chunk * (last_j + 1) + j
 
@@ -231,18 +296,23 @@ def _backward_kernel(
     @pl.when(j == 0)
     def begin() -> None:
         clear("q")
-        shift[...] = jnp.sum(out[...].astype(jnp.float32) * g[...].astype(jnp.float32), 0, keepdims=True)
+        products = out[...].astype(jnp.float32) * g[...].astype(jnp.float32)
+        shift[...] = blocks.of_queries(jnp.sum(products, 0, keepdims=True), i)
 
     @pl.when(blocks.visible(i, at) == at)
     def add() -> None:
-        queries, keys, slopes = q[...], k[...], g[...].astype(q.dtype)
-        weights = jnp.exp2(blocks.scores(queries, keys, bias, i, at) - logs[...] * (1 / math.log(2)))
-        of_scores = (weights * (_product(v[...], slopes, 0, 0) - shift[...])).astype(q.dtype)
+        queries, slopes = blocks.of_queries(q[...], i), blocks.of_queries(g[...].astype(q.dtype), i)
+        keys, values = blocks.of_keys(k[...], at), blocks.of_keys(v[...], at)
+        scores = blocks.scores(queries, keys, bias, i, at)
+        weights = blocks.of_queries(jnp.exp2(scores - logs[...] * (1 / math.log(2))), i)
+        of_weights = _product(values, slopes, 0, 0)
+        kept, of_weights = blocks.dropped(seed, key_head * (last_head + 1) + head, i, at, weights, of_weights)
+        of_scores = (weights * (of_weights - shift[...])).astype(q.dtype)
         if "q" in wanted:
             total["q"][...] += _product(keys, of_scores, 1, 0)
         if "k" in wanted:
             place = pl.ds(pl.multiple_of(j * blocks.keys, blocks.keys), blocks.keys)
-            total["v"][:, place] += _product(slopes, weights.astype(q.dtype), 1, 1)
+            total["v"][:, place] += _product(slopes, kept.astype(q.dtype), 1, 1)
             total["k"][:, place] += _product(queries, of_scores, 1, 1)
 
     pl.when(j == last_j)(lambda: write("q"))
@@ -266,27 +336,30 @@ def attention_backward(
     if not _takes(queries, keys, values, mask, how):
         return attended_backward_anew(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
     masked = ScoreBias.of(mask, queries, keys, how["causal"], HIDDEN)
-    bias = _Bias.of(masked, queries)
+    optional = _Optional.of(masked, seed, queries, how["dropout"])
     g, logs = masked.clear_gradients(g, logs)
     operands = [_by_head(t) for t in (g, queries, keys, values, out, logs[..., None])]
     _, q, k, *_ = operands
-    blocks, length = _Blocks.of(q, k, mask, how), k.shape[-1]
+    blocks, length = _Blocks.of(queries, keys, mask, how), k.shape[-1]
     # As many keys at once as sums have room for: with all keys, one kernel computes the scores once for all gradients.
     most = MOST_SUMS // (k.shape[1] * (2 * 4 + 4 * k.dtype.itemsize))
-    chunk = max(size for size in range(blocks.keys, max(most, blocks.keys) + 1, blocks.keys) if length % size == 0)
-    if chunk == length:
-        gradients = _gradients(blocks, bias, "qkv", chunk, *operands)
+    columns = pl.cdiv(length, blocks.keys)
+    chunk = blocks.keys * max(n for n in range(1, max(most // blocks.keys, 1) + 1) if columns % n == 0)
+    if chunk >= length:
+        gradients = _gradients(blocks, optional, "qkv", chunk, *operands)
     else:
-        gradients = _gradients(blocks, bias, "q", length, *operands) + _gradients(blocks, bias, "kv", chunk, *operands)
+        gradients = _gradients(blocks, optional, "q", columns * blocks.keys, *operands) + _gradients(
+            blocks, optional, "kv", chunk, *operands
+        )
     dq, dk, dv = (_as_given(dt, t) for dt, t in zip(gradients, (queries, keys, values), strict=True))
     return dq, dk, dv
 
 
-def _gradients(blocks: _Blocks, bias: tuple[_Bias, ...], wanted: str, chunk: int, *operands: Array) -> list[Array]:
+def _gradients(blocks: _Blocks, optional: _Optional, wanted: str, chunk: int, *operands: Array) -> list[Array]:
     """The gradients of queries (`"q"`), of keys and values (`"kv"`), or all, with the sums of `chunk` keys at once."""
     _, q, k, v, *_ = operands
     channels, shared, columns = q.shape[1], q.shape[0] // k.shape[0], chunk // blocks.keys
-    rows = q.shape[-1] // blocks.queries
+    rows = pl.cdiv(q.shape[-1], blocks.queries)
 
     def place_of_queries(h: Array, c: Array, head: Array, i: Array, j: Array) -> tuple[Any, ...]:
         first = jnp.minimum(blocks.first_seeing(c * columns), rows - 1)
@@ -307,10 +380,10 @@ def _gradients(blocks: _Blocks, bias: tuple[_Bias, ...], wanted: str, chunk: int
     sums = [(1, blocks.queries), *((channels, length) for length in lengths)]
     with _products(q):
         return pl.pallas_call(
-            partial(_backward_kernel, blocks, wanted, *(() if bias else (None,))),
-            grid=(k.shape[0], k.shape[-1] // chunk, shared, rows, columns),
+            partial(_backward_kernel, blocks, wanted),
+            grid=(k.shape[0], pl.cdiv(k.shape[-1], chunk), shared, rows, columns),
             in_specs=[
-                *(each.spec(blocks, place_of_scores) for each in bias),
+                *optional.specs(blocks, place_of_scores),
                 *(of_queries, of_queries, of_keys, of_keys, of_queries, of_logs),
             ],
             out_specs=list(specs),
@@ -320,19 +393,18 @@ def _gradients(blocks: _Blocks, bias: tuple[_Bias, ...], wanted: str, chunk: int
                 dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary")
             ),
             name=f"attention_gradients_{wanted}",
-        )(*(each.array for each in bias), *operands)
+        )(*optional.arrays, *operands)
 
 
 def _takes(queries: Array, keys: Array, values: Array, mask: Array, how: Any) -> bool:
     """Whether the kernel computes this."""
     return (
         (mask is None or _takes_mask(mask, queries, keys, values))
-        and not how["dropout"]
         and queries.dtype in (jnp.float32, jnp.bfloat16)
         and values.shape == keys.shape
         and keys.shape[-1] <= MOST_CHANNELS
         and math.prod(queries.shape) * math.prod(keys.shape) > 0
-        and all(t.shape[-2] % SMALLEST == 0 for t in (queries, keys))
+        and min(queries.shape[-2], keys.shape[-2]) >= SHORTEST
     )
 
 
@@ -342,6 +414,17 @@ def _takes_mask(mask: Array, queries: Array, keys: Array, values: Array) -> bool
     has_room = queries.shape[-1] * queries.dtype.itemsize <= MOST_BYTES_OF_CHANNELS
     is_known = mask.dtype in (jnp.bool_, jnp.float32, jnp.bfloat16)
     return has_room and is_known and ScoreBias.is_small(mask, queries, keys, values)
+
+
+def _block(length: int, most: int) -> int:
+    """Size of the largest blocks that divide a sequence without more padding than the smallest blocks need."""
+    smallest = pl.cdiv(length, SMALLEST)
+    return SMALLEST * max(n for n in range(1, max(most // SMALLEST, 1) + 1) if smallest % n == 0)
+
+
+def _cleared(t: Array, count: Array) -> Array:
+    """An array with zeros in place of all but the first `count` columns."""
+    return jnp.where(lax.broadcasted_iota(jnp.int32, t.shape, 1) < count, t, jnp.zeros_like(t))
 
 
 def _by_head(t: Array) -> Array:

@@ -174,6 +174,34 @@ def test_dropout_overlooks_the_same_keys_in_the_gradient() -> None:
     np.testing.assert_allclose(to_k, to_scores.T @ q, rtol=1e-3, atol=1e-5)
 
 
+def test_dropout_draws_anew_for_each_score() -> None:
+    """Numbers of heads, queries and keys are those of Threefry, each for itself, and rates are what was said."""
+    from jax.extend.random import threefry_2x32
+
+    from popxl.ops.kernels.score_dropout import kept_weights
+    from popxl.ops.kernels.words import threefry
+
+    key, counts = jax.numpy.uint32([3, 7]), jax.numpy.arange(8, dtype=np.uint32)
+    np.testing.assert_array_equal(
+        np.concatenate(threefry((key[0], key[1]), (counts[:4], counts[4:]), rounds=20)), threefry_2x32(key, counts)
+    )
+    rows, keys = np.arange(3000)[:, None], np.arange(1000)
+    for seed, rate in ((key, 0.1), (key + 1, 0.5)):
+        kept = np.asarray(kept_weights(seed, rows, keys, rate))
+        deviation = np.sqrt(rate * (1 - rate))
+        for axis, count in ((None, 3e6), (0, 3000), (1, 1000)):
+            assert abs(kept.mean(axis) - 1 + rate).max() < 5 * deviation / np.sqrt(count)
+        drops = (1 - rate - kept) / deviation
+        others = np.asarray(kept_weights(key + 2, rows, keys, rate))
+        for a, b in (
+            (drops[1:], kept[:-1]),
+            (drops[:, 32:], kept[:, :-32]),
+            (drops[:, 1:], kept[:, :-1]),
+            (drops, others),
+        ):
+            assert abs((a * (1 - rate - b) / deviation).mean()) < 5 / np.sqrt(3e6)
+
+
 @pytest.mark.here
 def test_memory_grows_with_the_length_not_with_its_square() -> None:
     """Of a program with the gradient, which is compiled, and not run: 32 768 tokens, whose scores would be 4 GiB."""
@@ -348,6 +376,93 @@ def test_masks_of_the_kernel_of_tpus(
     expected = (*kept, *attended_backward_anew(g, q, k, v, *kept, mask, None, **how))
     for found, wish in zip((out, logs, *gradients), expected, strict=True):
         np.testing.assert_allclose(found, wish, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.here
+@pytest.mark.thorough(but_each=4)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_dropout_in_the_kernel_of_tpus(masked: bool, causal: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same keys are dropped in blocks of any size, forward and backward, as without kernels."""
+    from jax.experimental.pallas import tpu as pallas
+
+    from popxl.ops.attention import attention_backward
+    from popxl.ops.attention import attention_forward as plain
+    from runtime.tpu import attention as of_tpus
+
+    monkeypatch.setattr(of_tpus, "MOST_QUERIES", 128)
+    monkeypatch.setattr(of_tpus, "MOST_SUMS", 512 * 16 * 24 if causal else 1)
+    shapes = ((1, 2, 256, 16), (1, 1, 512, 16), (1, 1, 512, 16), (1, 2, 256, 16))
+    q, k, v, g = (jax.numpy.asarray(normal(*shape, seed=seed), dtype) for seed, shape in enumerate(shapes))
+    mask = jax.numpy.asarray(np.arange(512) % 7 != 2) if masked else None
+    seed, how = jax.numpy.uint32([5, 6]), {"causal": causal, "scale": 0.25, "dropout": 0.3}
+    with pallas.force_tpu_interpret_mode():
+        out, logs = of_tpus.attention_forward(q, k, v, mask, seed, **how)
+        gradients = of_tpus.attention_backward(g, q, k, v, out, logs, mask, seed, **how)
+    kept = plain(q, k, v, mask, seed, **how)
+    expected = (*kept, *attention_backward.plain(g, q, k, v, *kept, mask, seed, **how))
+    assert not np.allclose(kept[0], plain(q, k, v, mask, seed + 1, **how)[0], atol=0.1)
+    for found, wish in zip((out, logs, *gradients), expected, strict=True):
+        assert_near(found, wish, 1e-4 if dtype is np.float32 else 3e-2)
+
+
+@pytest.mark.here
+@pytest.mark.thorough(but_each=8)
+@pytest.mark.parametrize("queries", [97, 200, 384])
+@pytest.mark.parametrize("keys", [130, 600])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("mask", [(), (1, 1), (0, 1)], ids=["no mask", "mask of keys", "mask of scores"])
+def test_any_length_in_the_kernel_of_tpus(
+    queries: int, keys: int, causal: bool, mask: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks beyond the end of a sequence, of which a kernel reads what is there: NaN in this interpreter."""
+    from jax.experimental.pallas import tpu as pallas
+
+    from popxl.ops.attention import attention_backward
+    from popxl.ops.attention import attention_forward as plain
+    from runtime.tpu import attention as of_tpus
+
+    monkeypatch.setattr(of_tpus, "MOST_QUERIES", 256)
+    monkeypatch.setattr(of_tpus, "MOST_KEYS", 256)
+    monkeypatch.setattr(of_tpus, "MOST_SUMS", 1)
+    shapes = ((1, 2, queries, 16), (1, 1, keys, 16), (1, 1, keys, 16), (1, 2, queries, 16))
+    q, k, v, g = (jax.numpy.asarray(normal(*shape, seed=seed)) for seed, shape in enumerate(shapes))
+    flags = np.random.default_rng(4).random((queries, keys)) < 0.8
+    given = jax.numpy.asarray(flags[tuple(slice(1 if one else None) for one in mask)]) if mask else None
+    seed, how = jax.numpy.uint32([5, 6]), {"causal": causal, "scale": 0.25, "dropout": 0.3 if mask else 0.0}
+    with pallas.force_tpu_interpret_mode():
+        out, logs = of_tpus.attention_forward(q, k, v, given, seed, **how)
+        gradients = of_tpus.attention_backward(g, q, k, v, out, logs, given, seed, **how)
+    kept = plain(q, k, v, given, seed, **how)
+    expected = (*kept, *attention_backward.plain(g, q, k, v, *kept, given, seed, **how))
+    for found, wish in zip((out, logs, *gradients), expected, strict=True):
+        assert_near(found, wish, 1e-4)
+
+
+@pytest.mark.targets
+@pytest.mark.here
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [popxl.bfloat16, popxl.float32])
+def test_dropout_is_taken_by_the_kernels_of_tpus(dtype: popxl.dtype, masked: bool) -> None:
+    """Numbers of dropout have room beside the longest blocks, and the most channels. The last block lacks a query."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        channels = (128 if masked else 256) * (2 if dtype is popxl.bfloat16 else 1)
+        x = ops.host_load(popxl.h2d_stream((2, 4, 1023, min(channels, 256)), dtype, "x"))
+        given = [ops.host_load(popxl.h2d_stream((2,), popxl.uint32, "seed"))]
+        given += [ops.host_load(popxl.h2d_stream((1023, 1023), popxl.bool, "mask"))] if masked else []
+
+        def attend(t: popxl.Tensor, seed: popxl.Tensor, mask: popxl.Tensor | None = None) -> popxl.Tensor:
+            return ops.attention(t, t, t, mask, dropout=0.1, seed_tensor=seed)
+
+        graph = ir.create_graph(attend, x, *given)
+        info = autodiff(graph, grads_required=graph.inputs[:1])
+        site = ops.call_with_info(graph, x, *given)
+        (dx,) = ops.call(info.graph, site.outputs[0], inputs_dict=info.inputs_dict(site))
+        ops.host_store(popxl.d2h_stream(dx.shape, dtype), dx)
+    (text,) = popxl.Session(ir, "tpu v5e").hlo().values()
+    assert "attention_gradients_" in text
 
 
 @pytest.mark.targets

@@ -23,8 +23,8 @@ POPXL = """
     ops.conditional ops.conv ops.negative_log_likelihood ops.repeat ops.utils ops.var_updates initial random_seed
     remote_buffer replica_grouping session streams tensor tensorlocation transforms transforms.autodiff
     transforms.decompose_sum transforms.merge_exchange typing_ utils op options testing
-    extend extend.arguments extend.collectives extend.files extend.graphs extend.kernels extend.ops extend.processes
-    extend.sessions extend.source extend.targets
+    extend extend.arguments extend.collectives extend.files extend.graphs extend.kernels extend.memory extend.ops extend.pages
+    extend.processes extend.sessions extend.source extend.targets
 """.split()
 ADDONS = """
     array_munging debugging dot_tree graph graph_cache graph_common layers layers.conv layers.embedding
@@ -132,6 +132,13 @@ def test_private_files_of_popxl_stand_on_a_floor() -> None:
     """A file directly under `popxl/` is a path that users import."""
     files = {path.stem for path in (ROOT / "popxl").glob("*.py")} - {"__init__", "__main__"}
     assert files == {p for p in POPXL if "." not in p and not (ROOT / "popxl" / p).is_dir()} | {"compat", "operators"}
+
+
+def test_all_of_extend_is_a_path_of_programs_and_has_a_page() -> None:
+    modules = {f"extend.{path.stem}" for path in (ROOT / "popxl" / "extend").glob("*.py")} - {"extend.__init__"}
+    assert modules <= set(POPXL)
+    reference = (ROOT / "docs" / "reference.py").read_text(encoding="utf-8")
+    assert {f"popxl.{module}" for module in modules} <= set(reference.split())
 
 
 def test_private_files_of_poptorch_stand_in_a_folder() -> None:

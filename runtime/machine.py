@@ -75,7 +75,7 @@ class LayoutMachine(IdleMachine):
     """Machine without compilation and execution; requires no hardware except the CPU."""
 
     def device(self, description: str | Device | Target, ir: Ir) -> Device:
-        return description if isinstance(description, Device) else model_device(DeviceCount.of(ir))
+        return description if isinstance(description, Device) else model_device(DeviceCount.for_program(ir))
 
     def program(self, ir: Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
         layout = layout_for(ir, device, None if precompiled is None else precompiled.mode)

@@ -129,7 +129,7 @@ class Launch:
                 "there is no program to run. Write it after the options: poprun --num-instances 2 python a.py"
             )
         self._replicas: int = replicas
-        if not self._can_be(self._count):
+        if not self._is_possible_count(self._count):
             raise ValueError(
                 f"--num-replicas {replicas} cannot be shared out evenly among --num-instances {self._count}; choose a "
                 "multiple of it, or so many instances that each gets a stage, or several, of replicas with several "
@@ -179,9 +179,9 @@ class Launch:
     def _next_count(self) -> int:
         """Instance count for a restart: fewer, if permitted and divisible by replicas and machines."""
         fewer = range(self._count - 1, self._least - 1, -1)
-        return next((n for n in fewer if self._can_be(n) and not n % len(self._hosts)), self._count)
+        return next((n for n in fewer if self._is_possible_count(n) and not n % len(self._hosts)), self._count)
 
-    def _can_be(self, count: int) -> bool:
+    def _is_possible_count(self, count: int) -> bool:
         """Whether so many instances can get equal shares."""
         try:
             self._instance(0, count)

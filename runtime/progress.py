@@ -129,12 +129,12 @@ def stage(what: str) -> Iterator[None]:
         return
     start, compiling = perf_counter(), ""
 
-    def note(progress: CompilationProgress) -> None:
+    def set_compiling(progress: CompilationProgress) -> None:
         nonlocal compiling
         compiling = f", compiling {progress.what}" if progress.what else ""
 
     line = _ProgressLine(lambda: f"{what}{compiling}, {perf_counter() - start:.0f} s")
-    with line, compilation_progress(note):
+    with line, compilation_progress(set_compiling):
         line.begin()
         yield
 
@@ -148,7 +148,7 @@ def compilation() -> Iterator[None]:
     def timed() -> CompilationProgress:
         return replace(now, seconds=perf_counter() - start)
 
-    def note(progress: CompilationProgress) -> None:
+    def record_progress(progress: CompilationProgress) -> None:
         nonlocal now
         now = progress
         if callback is not None:
@@ -156,7 +156,7 @@ def compilation() -> Iterator[None]:
         else:
             line.begin()
 
-    with _ProgressLine(lambda: str(timed())) as line, compilation_progress(note):
+    with _ProgressLine(lambda: str(timed())) as line, compilation_progress(record_progress):
         yield
     if callback is not None:
         callback(replace(timed(), done=now.total, what=""))

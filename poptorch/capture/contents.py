@@ -47,11 +47,11 @@ class TensorContents:
         self._tracer.recorder.new_constant(t, numbers)
         return t
 
-    def are_known(self, t: torch.Tensor) -> bool:
+    def is_constant(self, t: torch.Tensor) -> bool:
         """Whether the contents of a tensor are constant across runs."""
         return not in_transform() and self._tracer.recorder.is_constant(t)
 
-    def known(self, t: torch.Tensor) -> torch.Tensor | None:
+    def constant_contents(self, t: torch.Tensor) -> torch.Tensor | None:
         """Contents of a tensor that are constant across runs; otherwise `None`."""
         return self._tracer.recorder.constant_contents(t)
 
@@ -62,7 +62,7 @@ class TensorContents:
     def result_of(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         """Result of an op on known contents; `None` if they are unknown."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        known = [self.known(t) if isinstance(t, torch.Tensor) else t for t in leaves]
+        known = [self.constant_contents(t) if isinstance(t, torch.Tensor) else t for t in leaves]
         if any(numbers is None and leaf is not None for numbers, leaf in zip(known, leaves, strict=True)):
             return None
         with without_modes():
@@ -72,13 +72,13 @@ class TensorContents:
 
     # Reads ----------------------------------------------------------------------------------------------------------
 
-    def read(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def read_contents(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Result of a function that reads the contents of its first argument.
 
         Raises:
             poptorch.Error: if they are unknown, and no graph break is allowed.
         """
-        numbers = None if in_transform() else self.known(args[0])
+        numbers = None if in_transform() else self.constant_contents(args[0])
         if numbers is not None:
             with self._tracer.suspended(), without_modes():
                 return function(numbers.clone(), *args[1:], **kwargs)
@@ -94,7 +94,7 @@ class TensorContents:
         Raises:
             poptorch.Error: if it is not: the shape of the result is made from it.
         """
-        if num_classes == -1 and not self.are_known(input) and not self.may_break_graph:
+        if num_classes == -1 and not self.is_constant(input) and not self.may_break_graph:
             raise createPoptorchError(
                 "OneHot num classes must be specified and must be constant. Without it the shape of the result depends "
                 f"on the numbers in the tensor: `one_hot(x, num_classes=...)` ({self._tracer.recorder.source()})."

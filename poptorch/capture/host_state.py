@@ -67,7 +67,7 @@ class HolderSnapshot:
     def __post_init__(self) -> None:
         self.contents = self.read_contents()
 
-    def parts(self) -> Iterator[tuple[str, Any]]:
+    def inner_objects(self) -> Iterator[tuple[str, Any]]:
         """Objects among the contents that may hold others, by display name."""
         pairs = self.contents.items() if isinstance(self.contents, dict) else enumerate(self.contents)
         return ((self._text_of(key), value) for key, value in pairs if not is_instance(value, _CLOSED))
@@ -308,7 +308,7 @@ class HostState:
 
     def _add(self, snapshot: HolderSnapshot) -> None:
         self.snapshots.append(snapshot)
-        self._waiting += ((text, each, snapshot.is_models) for text, each in snapshot.parts())
+        self._waiting += ((text, each, snapshot.is_models) for text, each in snapshot.inner_objects())
 
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))

@@ -33,7 +33,7 @@ def getitem(t: torch.Tensor, index: Any, contents: TensorContents, views: RowVie
 
 def setitem(t: torch.Tensor, index: Any, value: Any, contents: TensorContents, views: RowViews) -> None:
     """`t[index] = value`."""
-    if views.is_written_back(t, index, value):
+    if views.ends_update(t, index, value):
         return
     found = _first_unknown(t, index, contents)
     if found is None:
@@ -49,14 +49,14 @@ def narrow(
     contents: TensorContents, views: RowViews, input: torch.Tensor, dim: int, start: int | torch.Tensor, length: int
 ) -> torch.Tensor:
     """`input.narrow(dim, start, length)`."""
-    if not _is_scalar(start) or contents.are_known(start):
+    if not _is_scalar(start) or contents.is_constant(start):
         return input.narrow(dim, start, length)
     return views.take(input, dim, _from_start(start, input.shape[dim]) + torch.arange(length))
 
 
 def select(contents: TensorContents, views: RowViews, input: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
     """`input.select(dim, index)`."""
-    if not _is_scalar(index) or contents.are_known(index):
+    if not _is_scalar(index) or contents.is_constant(index):
         return input.select(dim, index)
     return narrow(contents, views, input, dim, index, 1).squeeze(dim)
 
@@ -72,7 +72,7 @@ def _first_unknown(
         if each is Ellipsis:
             dim = t.dim() - sum(taken[i + 1 :])
         elif dim < t.dim():
-            if _is_scalar(each) and not contents.are_known(each):
+            if _is_scalar(each) and not contents.is_constant(each):
                 row = _from_start(each, t.shape[dim]).reshape(1)
                 return dim, row, (*indices[:i], 0, *indices[i + 1 :])
             if isinstance(each, slice) and (rows := _rows(each, t.shape[dim], contents)) is not None:
@@ -87,7 +87,7 @@ def _rows(part: slice, size: int, contents: TensorContents) -> torch.Tensor | No
     Raises:
         poptorch.Error: for a number of rows that is 0, or no divisor of all rows.
     """
-    if not all(_is_end(each, contents) and not contents.are_known(each) for each in (part.start, part.stop)):
+    if not all(_is_end(each, contents) and not contents.is_constant(each) for each in (part.start, part.stop)):
         return None
     length = contents.distance(part.start, part.stop)
     if length is None:
@@ -151,7 +151,7 @@ def masks_to_indices(
     for index in indices:
         if index is None or not _is_mask(index):
             positions.append(index)
-        elif (mask := contents.known(index)) is not None:
+        elif (mask := contents.constant_contents(index)) is not None:
             with without_modes():
                 found = _mask_coordinates(mask)
             positions += map(contents.constant, found)

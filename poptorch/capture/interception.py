@@ -93,7 +93,7 @@ class FunctionInterceptor(TorchFunctionMode):
                 tracer.differentiate(is_forward=func is _MAKE_DUAL)
             tracer.generator = kwargs.get("generator")
             if func in _READING or func in _ROUNDING and tracer.contents.may_break_graph:
-                return tracer.contents.read(func, args, kwargs)
+                return tracer.contents.read_contents(func, args, kwargs)
             if func is torch.Tensor.__deepcopy__:
                 return tracer.deep_copy(*args)
             if func is torch.Tensor.register_hook:

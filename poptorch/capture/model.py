@@ -123,7 +123,7 @@ class _Inputs:
     state_values: dict[str, Value]
 
     @classmethod
-    def of(cls, tracer: Tracer, request: CaptureRequest) -> _Inputs:
+    def for_request(cls, tracer: Tracer, request: CaptureRequest) -> _Inputs:
         """Inputs of a requested capture."""
         recorder, state = tracer.recorder, dict(_tensors_of(request.module))
         fakes = {key: tracer.fake(_first_row(t) if key in request.grouped else t) for key, t in state.items()}
@@ -155,7 +155,7 @@ class _Inputs:
 def _capture(tracer: Tracer, request: CaptureRequest) -> Captured:
     """Implementation of `capture`. Context managers around `forward` restore the module and changed host objects."""
     module, breaks, tape, recorder = request.module, request.breaks, request.tape, tracer.recorder
-    inputs = _Inputs.of(tracer, request)
+    inputs = _Inputs.for_request(tracer, request)
     if breaks is not None:
         inputs.begin(breaks)
     tracer.hooks += hooks_of(module, inputs.state)

@@ -49,11 +49,11 @@ class RowViews:
         return copy
 
     def remember(self, base: torch.Tensor, index: Any, result: torch.Tensor) -> torch.Tensor:
-        """Result of `base[index]`, remembered for `is_written_back`."""
+        """Result of `base[index]`, remembered for `ends_update`."""
         self._last = (base, index, result)
         return result
 
-    def is_written_back(self, base: torch.Tensor, index: Any, value: Any) -> bool:
+    def ends_update(self, base: torch.Tensor, index: Any, value: Any) -> bool:
         """Whether `base[index] = value` ends `base[index] += ...`, whose result is in `base` already."""
         given = (base, index, value)
         if self._last is None or any(a is not b for a, b in zip(self._last, given, strict=True)):

@@ -154,7 +154,7 @@ class _IExecutionStrategy(ABC):
         Raises:
             AssertionError: if the strategy does not list the block.
         """
-        stage, _, _ = self._listed(block_id)
+        stage, _, _ = self._stage_of_block(block_id)
         return stage
 
     def place_block(self, block_id: BlockId, ipu_id: int | None, begun: int) -> BlockPlacement:
@@ -168,14 +168,14 @@ class _IExecutionStrategy(ABC):
         Raises:
             AssertionError: if the strategy does not list the block, or needs a unit.
         """
-        stage, number, phase = self._listed(block_id)
+        stage, number, phase = self._stage_of_block(block_id)
         asked = ipu_id if stage.unit is None else stage.unit
         return BlockPlacement(self._default_unit(number, phase) if asked is None else asked, number, phase)
 
     def _default_unit(self, stage: int, phase: int | None) -> int:
         return stage
 
-    def _listed(self, block_id: BlockId) -> tuple[Stage, int, int | None]:
+    def _stage_of_block(self, block_id: BlockId) -> tuple[Stage, int, int | None]:
         listed = {each: (stage, number, phase) for each, stage, number, phase in self.block_stages()}
         if block_id not in listed:
             names = ", ".join(map(repr, listed)) or "none"

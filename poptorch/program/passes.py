@@ -65,7 +65,7 @@ class Phases:
         """Forward phase in which the backward pass begins; `None` for a separate phase."""
         return None if self.separate else max(self.by_op.values(), default=None)
 
-    def is_shared(self, op: Op) -> bool:
+    def begins_backward(self, op: Op) -> bool:
         """Whether the backward pass begins in the phase of an op."""
         return bool(self.by_op) and self.by_op.get(op) == self.shared_phase
 

@@ -228,7 +228,7 @@ class Program:
             for t in read
             if t.producer is not None
             and t not in wanted
-            and not phases.is_shared(t.producer)
+            and not phases.begins_backward(t.producer)
             and is_off_chip(location, t.nelms, phases.leave)
         ]
 

@@ -46,7 +46,7 @@ class ChangeWarnings:
                 "argument of `forward`. Otherwise call `destroy()`, and set it through the wrapper.",
                 changed,
             )
-        if "writes" not in self._warned and (written := self._writes.written()):
+        if "writes" not in self._warned and (written := self._writes.changed_tensors()):
             self._warned.once(
                 "writes",
                 "%s been changed on the host, after the device had taken %s. The device goes on with its own numbers"

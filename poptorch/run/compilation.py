@@ -87,7 +87,7 @@ def compiled_model(
 
         def capture_again(tensors: Sequence[torch.Tensor], results: Sequence[Any]) -> ExecutionPath:
             with compiling(), attributes.restored():
-                return capture.again(signature, tensors, results)
+                return capture.recapture(signature, tensors, results)
 
         kind = BrokenGraph if update is None else TrainedBrokenGraph
         return kind(capture_again, path, signature, request, read)

@@ -57,7 +57,7 @@ class HostWrites:
             zip(*self._entries.values(), strict=True) if self._entries else ((),) * 3
         )
 
-    def written(self) -> list[str]:
+    def changed_tensors(self) -> list[str]:
         """Names of tensors modified since `mark_transferred`. Every model call checks, so this must be fast."""
         now = self._now()
         if now == self._versions:

@@ -70,7 +70,7 @@ class ModelCapture:
         self._layouts = _layouts_of(tensors, signature, self.batching)
         return self._path(signature, tensors, (), self.counters)
 
-    def again(self, signature: Signature, tensors: Sequence[torch.Tensor], results: Sequence[Any]) -> ExecutionPath:
+    def recapture(self, signature: Signature, tensors: Sequence[torch.Tensor], results: Sequence[Any]) -> ExecutionPath:
         """Capture for other tensors, and results of the first graph breaks."""
         return self._path(signature, tensors, results, ())
 

@@ -38,7 +38,7 @@ class OptimizerData(BaseModel):
     variable: list[str] = []
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> OptimizerData:
+    def from_optimizer(cls, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> OptimizerData:
         """Serialize an optimiser's current hyperparameters.
 
         Args:

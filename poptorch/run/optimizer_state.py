@@ -50,7 +50,7 @@ class OptimizerState:
         self._program, self._is_offline = program, offline
         if offline:
             return
-        device, read = self.device, weakref.WeakMethod(program.read)
+        device, read = self.device, weakref.WeakMethod(program.current_state)
         device.refresh()  # it may be connected to another program
         has_news = not device.pending and self._has_news(program, device.has_content)
         if device.has_content and not device.pending:  # left by another program

@@ -52,7 +52,7 @@ class ProgramState:
         self._numbers = numbers
         self._compiled.write_numbers(numbers)
 
-    def read(self) -> dict[str, State]:
+    def current_state(self) -> dict[str, State]:
         """State and hyperparameters by name, in the format of `DeviceState`."""
         with torch.inference_mode(False):
             state = {name: from_numpy(array) for name, array in self._compiled.state().items()}

@@ -173,7 +173,9 @@ def save(
     if export_model:
         own = host.tensors()
         tensors |= {f"weights/{name}": t.detach().contiguous() for name, t in own.items()}
-        model = _model(host.module, OptimizerData.of(trainer.optimizer, own) if trainer is not None else None)
+        model = _model(
+            host.module, OptimizerData.from_optimizer(trainer.optimizer, own) if trainer is not None else None
+        )
     numbers = compiled.counters
     counters = None if numbers is None else [numbers.now, list(map(astuple, numbers.paths)), numbers.dtypes]
     about = _About(

@@ -77,7 +77,7 @@ class Trainer:
         """
         self._parameters = dict(parameters)
         self._warn_of_losses(self.optimizer)
-        self.compiled_optimizer = made_with or OptimizerData.of(self.optimizer, parameters)
+        self.compiled_optimizer = made_with or OptimizerData.from_optimizer(self.optimizer, parameters)
         if counted_apart is None:
             steps = self.state.steps(self._trained(self.optimizer))
             most = max(steps.values(), default=0.0)

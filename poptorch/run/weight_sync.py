@@ -117,11 +117,11 @@ class WeightSync:
         """Whether host writes to the module differ from the device's values."""
         if self._program is None or not self._program.is_attached or self.lazy.is_stale:
             return False
-        if not self.host_writes.written() and not self.lazy.data_accessed:
+        if not self.host_writes.changed_tensors() and not self.lazy.data_accessed:
             return False
         host = self.lazy.read_values()
         if any(not np.array_equal(host[name], array) for name, array in self._program.weights().items()):
             return True
-        if self.host_writes.written():
+        if self.host_writes.changed_tensors():
             self.host_writes.mark_transferred()
         return False

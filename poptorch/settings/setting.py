@@ -52,7 +52,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         self.kind = self.kind or (None if self.default is None else type(self.default))
-        self.default_text = self.default_text or (_shown(self.default) if self.make is None else "")
+        self.default_text = self.default_text or (_default_text_of(self.default) if self.make is None else "")
 
     def initial(self) -> Any:
         """Initial value of a new group."""
@@ -71,7 +71,7 @@ class Setting:
         raise self.error(f"{words}{owner}.{self.setter}: `{self.name}` is {value!r}; expected {expected}.")
 
 
-def _shown(default: Any) -> str:
+def _default_text_of(default: Any) -> str:
     if default is None:
         return "unset"
     return default.name if isinstance(default, Enum) else repr(default)

@@ -111,13 +111,13 @@ def _kernels(graph: Graph, times: int) -> Iterator[GraphKernel]:
         if not op.runs and op.kind.between_replicas and op.attributes["group_size"] > 1:
             is_overlapped = last is not None and set(op.inputs).isdisjoint(last.outputs)
             groups = op.attributes["stride"], op.attributes["group_size"]
-            yield GraphKernel(None, _sent(op), *groups, times, is_overlapped)
+            yield GraphKernel(None, _exchanges(op), *groups, times, is_overlapped)
         elif work := merged.get(op):
             last = op
             yield GraphKernel(work, (), 1, 1, times)
 
 
-def _sent(op: Op) -> tuple[tuple[str, int], ...]:
+def _exchanges(op: Op) -> tuple[tuple[str, int], ...]:
     """Collectives of an op, in the dtype of its tensors: compiled programs sum those of 16 bits in 32."""
     most = max(map(size_in_bytes, (*op.inputs, *op.outputs)))
     return tuple((kind, min(nbytes, most)) for kind, nbytes in exchanges_of(op))

@@ -57,7 +57,7 @@ def cost_of(program: CompiledProgram) -> Cost:
     layout, chip = program.layout, program.device.chip
     executables, has_ipus = _executables(program), len(program.layout.ipus) > 1
     account, host = _total(executables), _host_traffic(program)
-    figures = _sizes(program) | _counted(executables, _variable_names(program), layout.replicas.count)
+    figures = _sizes(program) | _code_figures(executables, _variable_names(program), layout.replicas.count)
     timing = copies_of(program) if has_ipus else Timing()
     if chip is None:
         figures |= {"seconds": None, "graphs": graphs_of(account, host, layout.replicas.count)}
@@ -118,7 +118,7 @@ def cost_of_executable(
         host_bytes=sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes,
         cycles=account.total.cycles if isinstance(chip, Tpu) else None,
         compile_seconds=seconds,
-        **_counted(executables, {}, count),
+        **_code_figures(executables, {}, count),
         **figures,
     )
 
@@ -213,18 +213,18 @@ def _variable_names(program: CompiledProgram) -> dict[str, str]:
     """Variable names, by the names that JAX gives to a program's arguments."""
     layout = program.layout
     return {
-        f"{role}[{i}]": _listed([t.name for t in block.tensors])
+        f"{role}[{i}]": _names_text([t.name for t in block.tensors])
         for role, blocks in (("changing", layout.changing), ("constant", layout.constant))
         for i, block in enumerate(blocks)
     }
 
 
-def _listed(names: Sequence[str]) -> str:
+def _names_text(names: Sequence[str]) -> str:
     """Text of names; of many, only the first."""
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
-def _counted(executables: Sequence[ExecutableRuns], names: Mapping[str, str], replicas: int) -> dict[str, Any]:
+def _code_figures(executables: Sequence[ExecutableRuns], names: Mapping[str, str], replicas: int) -> dict[str, Any]:
     """Figures that compiled code has on any chip: work, communication, costs of lines, sizes of arguments.
 
     Args:

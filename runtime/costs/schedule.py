@@ -121,10 +121,10 @@ class _Walk:
             operands = [values.get(name, []) for name in instruction.arguments]
             values[instruction.name] = self._results(instruction, operands)
         results = values[computation.root.name]
-        self._read(results)
+        self._extend_lives(results)
         return results
 
-    def _read(self, buffers: Sequence[Buffer]) -> None:
+    def _extend_lives(self, buffers: Sequence[Buffer]) -> None:
         for buffer in buffers:
             buffer.last = len(self.schedule.steps) - 1
 
@@ -142,7 +142,7 @@ class _Walk:
         if opcode == "while":
             (body,) = instruction.called
             self.computation(body, {0: flat})
-            self._read(flat)
+            self._extend_lives(flat)
             return flat
         if opcode == "call":
             (callee,) = instruction.called
@@ -155,14 +155,14 @@ class _Walk:
             if number is not None and number < len(operands) and len(operands[number]) == 1:
                 buffers += operands[number]
             else:
-                buffers.append(self._written(instruction, shape))
+                buffers.append(self._new_buffer(instruction, shape))
         return buffers
 
     def _step(self, instruction: Instruction, operands: Sequence[Buffer]) -> None:
         self.schedule.steps.append(instruction)
-        self._read(operands)
+        self._extend_lives(operands)
 
-    def _written(self, instruction: Instruction, shape: Shape) -> Buffer:
+    def _new_buffer(self, instruction: Instruction, shape: Shape) -> Buffer:
         now = len(self.schedule.steps) - 1
         name = f"{step_label(instruction)}: {shape.dtype}[{', '.join(map(str, shape.dimensions))}]"
         buffer = Buffer(name, shape.bytes if shape.memory == 0 else 0, now, now)

@@ -26,7 +26,7 @@ class Wires:
     @classmethod
     def between(cls, chip: Chip, devices: Sequence[Any]) -> Wires:
         """Links between JAX devices."""
-        return cls(chip, _places_of(chip, devices))
+        return cls(chip, _positions_of(chip, devices))
 
     def spans(self, members: Iterable[int]) -> tuple[LinkSpan, ...]:
         """Links that a group of chips uses, by their numbers."""
@@ -42,7 +42,7 @@ class Wires:
         return self._times[key]
 
 
-def _places_of(chip: Chip, devices: Sequence[Any]) -> list[Place]:
+def _positions_of(chip: Chip, devices: Sequence[Any]) -> list[Place]:
     """Places of devices: torus coordinates and slice number of a TPU, else a number within its process."""
     if isinstance(chip, Tpu):
         return [(*device.coords[: len(chip.host)], getattr(device, "slice_index", None) or 0) for device in devices]

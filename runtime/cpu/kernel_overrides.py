@@ -47,18 +47,18 @@ def _available_together(values: Sequence[Any], others: Sequence[Any]) -> tuple[S
     their own first elements, which still keeps XLA from merging the computations.
     """
     waited_for = others if any(other.size for other in others) else values
-    return [_after(value, waited_for) for value in values], others
+    return [_with_dependency(value, waited_for) for value in values], others
 
 
 @jax.custom_jvp
-def _after(value: Any, others: Sequence[Any]) -> Any:
+def _with_dependency(value: Any, others: Sequence[Any]) -> Any:
     return computed_after(value, others)
 
 
-@_after.defjvp
+@_with_dependency.defjvp
 def _tangent_after(values: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     """Tangent without dependency, since the dependency works on bits, which have no derivative."""
-    return _after(*values), tangents[0]
+    return _with_dependency(*values), tangents[0]
 
 
 OVERRIDES: Mapping[Kernel, KernelImpl] = {

@@ -150,7 +150,7 @@ class OrderedSums(CollectiveBackend):
             total: Array = super().summed(t)  # type: ignore[safe-super]  # of the group that these are the sums of
             return noinline(_added_to_zero)(total) if is_rounded else total
         own = self.scattered(self.chunks(t, chunk_size(t.size, self.size)))
-        return noinline(partial(_joined, shape=t.shape))(self.members(own))
+        return noinline(partial(_unpadded, shape=t.shape))(self.members(own))
 
     def scattered(self, rows: Array) -> Array:
         if not jnp.issubdtype(rows.dtype, jnp.inexact):
@@ -168,7 +168,7 @@ def _sum_in_order(of_members: Array) -> Array:
     return _added_to_zero(reduce(add, of_members))
 
 
-def _joined(chunks: Array, shape: tuple[int, ...]) -> Array:
+def _unpadded(chunks: Array, shape: tuple[int, ...]) -> Array:
     """Array of chunks, without the padding at its end."""
     return chunks.reshape(-1)[: math.prod(shape)].reshape(shape)
 

@@ -177,7 +177,7 @@ class Environment:
                 pieces_written = concatenation.put(current, value)
                 masks: Sequence[Array | None] = [None] * len(pieces_written)
                 if (views or mask is not None) and self._may_overlap(concatenation.inputs):
-                    masks = self._written_parts(concatenation, views, bases, t, mask)
+                    masks = self._write_masks(concatenation, views, bases, t, mask)
                 changes += reversed(list(zip(concatenation.inputs, pieces_written, masks, strict=True)))
 
     def _may_overlap(self, ts: Iterable[Tensor]) -> bool:
@@ -185,7 +185,7 @@ class Environment:
         storages = [storage for t in ts for storage in self._storages(t)]
         return len(set(storages)) < len(storages)
 
-    def _written_parts(
+    def _write_masks(
         self, concatenation: Op, views: Sequence[Op], bases: Sequence[Array], t: Tensor, outer_mask: Array | None
     ) -> Sequence[Array]:
         """Masks of elements changed by a write to a view, for each concatenated tensor: another of them may hold the

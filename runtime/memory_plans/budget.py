@@ -132,7 +132,7 @@ def plan_within(
     with reporting(log):
         search.try_everything()
         first, tried = search.everything, [search]
-        for division in _order(first, budget) if not search.is_done else ():
+        for division in _order(first, budget) if not search.is_sufficient else ():
             search = whole
             if division != whole.division:
                 search = PlanSearch(compiled, budget, division, compilations)

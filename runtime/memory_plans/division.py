@@ -66,7 +66,7 @@ class StepMemory:
         added = self.accumulators if is_accumulated and not self._is_accumulated else 0
         return self._memory.device - self._memory.temporaries + added
 
-    def in_parts(self, parts: int) -> int:
+    def divided_bytes(self, parts: int) -> int:
         """Bytes that a step needs if micro-batches have `1 / parts` of the samples."""
         return self.fixed + (self._memory.temporaries - self.gradients) // parts
 

@@ -138,7 +138,7 @@ class GraphNeeds:
 
         Each begins where the gradient reads an activation for the first time.
         """
-        starts = some_of(sorted({0, *(first for first, _ in self.read.values())}), _WINDOWS)
+        starts = evenly_spaced(sorted({0, *(first for first, _ in self.read.values())}), _WINDOWS)
         ends = [*starts[1:], len(self.steps)]
         return tuple((i, j, max(self.steps[i:j])) for i, j in zip(starts, ends, strict=True))
 
@@ -189,8 +189,8 @@ class GraphNeeds:
         return tuple(most)
 
 
-def some_of(numbers: Sequence[int], most: int) -> Sequence[int]:
-    """At most `most` of these numbers, evenly spread, including the first and the last."""
+def evenly_spaced(numbers: Sequence[int], most: int) -> Sequence[int]:
+    """At most `most` of these numbers, evenly spaced, including the first and the last."""
     if len(numbers) <= most:
         return numbers
     return sorted({numbers[round(i * (len(numbers) - 1) / (most - 1))] for i in range(most)})

@@ -30,18 +30,19 @@ def refusal(tried: Sequence[Compiled], graphs: Sequence[GraphNeeds], budget: int
     micro_batches = "" if len(tried[0].divisions) > 1 else f"{_by_micro_batches(step, budget)} "
     return (
         f"memory: no plan was found within {bytes_text(budget)} of a device; the least that was compiled"
-        f"{f', with {besides},' if besides else ''} needs {bytes_text(memory.device)}: {by_part}. {_at_most(least.ir)} "
-        f"State a budget of that or more. {micro_batches}{_by_state(step, memory, budget)}"
+        f"{f', with {besides},' if besides else ''} needs {bytes_text(memory.device)}: {by_part}. "
+        f"{_largest_values(least.ir)} State a budget of that or more. {micro_batches}{_by_state(step, memory, budget)}"
     )
 
 
 def _by_micro_batches(step: StepMemory, budget: int) -> str:
     """Advice on micro-batches: each has a part of the activations, and all of the gradients, which it accumulates."""
-    fitting = next((parts for parts in _FRACTIONS if step.in_parts(parts) <= ESTIMATE_SHARE * budget), None)
+    fitting = next((parts for parts in _FRACTIONS if step.divided_bytes(parts) <= ESTIMATE_SHARE * budget), None)
     if fitting is None:
         return f"Smaller micro-batches do not help: without any activations, about {bytes_text(step.fixed)} remain."
+    needed = bytes_text(step.divided_bytes(fitting))
     return (
-        f"By estimate, 1/{fitting} of the samples in a micro-batch need {bytes_text(step.in_parts(fitting))}: give "
+        f"By estimate, 1/{fitting} of the samples in a micro-batch need {needed}: give "
         f"`train_step` {fitting} times as many `micro_batches`, or 'auto' (in PyTorch, make "
         f"`options.Training.gradientAccumulation` {fitting} times as large, and the batch as much smaller)."
     )
@@ -61,7 +62,7 @@ def _by_state(step: StepMemory, memory: Memory, budget: int) -> str:
     )
 
 
-def _at_most(ir: Ir) -> str:
+def _largest_values(ir: Ir) -> str:
     """The largest values of the step that holds most, counted op by op."""
     steps = steps_of(ir.main_graph, each_call=True)
     if not steps.moments:

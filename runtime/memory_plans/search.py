@@ -53,7 +53,7 @@ class PlanSearch:
         self.tried: list[tuple[Solution, Compiled]] = []
 
     @property
-    def is_done(self) -> bool:
+    def is_sufficient(self) -> bool:
         """Whether everything is within the budget, or the last plan uses the budget or adds as little time as any."""
         solution, last = self.tried[-1]
         peak = last.memory.device
@@ -87,7 +87,7 @@ class PlanSearch:
 
     def try_plans(self) -> None:
         """Compile plans until one uses the budget; the smallest plan if none fits."""
-        while not self.is_done and len(self.tried) < self._compilations and any(map(self._try, self._limits())):
+        while not self.is_sufficient and len(self.tried) < self._compilations and any(map(self._try, self._limits())):
             pass
         if not self.fitting:
             self._try(None)

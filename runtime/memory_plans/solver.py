@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import chain, product
 from typing import Any, Literal
 
-from runtime.memory_plans.needs import GraphNeeds, host_bandwidth, memory_bandwidth, some_of
+from runtime.memory_plans.needs import GraphNeeds, evenly_spaced, host_bandwidth, memory_bandwidth
 from runtime.targets.chip import Chip
 
 Treatment = Literal["keep", "recompute", "offload"]
@@ -96,7 +96,8 @@ def solve(
     calls: Mapping[str, tuple[int, ...]] = {g.name: (g.calls,) for g in graphs}
     cost, best = _undivided(graphs, chip, offloadable, release).solved(limit)
     for g in sorted(graphs, key=lambda g: g.calls * sum(g.bytes.values()), reverse=True):
-        for end in some_of(g.ends, _SPLITS) if release != "loop" else ():  # two loops hold more than one, as compiled
+        ends = () if release == "loop" else evenly_spaced(g.ends, _SPLITS)  # two loops hold more than one, as compiled
+        for end in ends:
             divided = {**calls, g.name: (end, g.calls - end)}
             lower, solution = _IntegerProgram(graphs, divided, chip, offloadable, release).solved(limit)
             if lower < 0.99 * cost:  # a group is one more graph to compile
@@ -149,7 +150,7 @@ class _Columns:
 
     def known_to_gradient(self, path: str) -> _Row:
         """Whether the gradient's kernels have an activation without recomputing it."""
-        return _any_of(self.on_device[path] if path in self.graph.read else None, self.fused_into_readers(path))
+        return _at_least_one(self.on_device[path] if path in self.graph.read else None, self.fused_into_readers(path))
 
     def treatment(self, path: str, values: Sequence[bool]) -> Treatment:
         """Treatment of an activation in an assignment. Activations that the gradient's kernels recompute are kept."""
@@ -297,10 +298,10 @@ class _IntegerProgram:
         """Constrain activations that the gradient reads, and operands of recomputed ops, to be available."""
 
         def available(path: str) -> _Row:
-            return _any_of(group.on_device[path], group.offloaded.get(path), group.recomputed[group.makers[path]])
+            return _at_least_one(group.on_device[path], group.offloaded.get(path), group.recomputed[group.makers[path]])
 
         for path in sorted(group.graph.read):
-            self._add(available(path) | _any_of(group.fused_into_readers(path)), 1.0)
+            self._add(available(path) | _at_least_one(group.fused_into_readers(path)), 1.0)
         for number, op in enumerate(group.graph.ops):
             for path in op.operands:
                 self._add(available(path) | {group.recomputed[number]: -1.0}, 0.0)
@@ -320,7 +321,7 @@ class _IntegerProgram:
                 self._add({has_run: 1.0, group.has_run[number, window - 1]: -1.0}, 0.0)
             for path in op.operands:
                 maker = group.has_run[group.makers[path], window]
-                self._add(_any_of(group.on_device[path], maker, group.offloaded.get(path)) | {has_run: -1.0}, 0.0)
+                self._add(_at_least_one(group.on_device[path], maker, group.offloaded.get(path)) | {has_run: -1.0}, 0.0)
 
     def _fill_fused(self, values: list[bool], group: _Columns, treatments: Mapping[str, Treatment]) -> None:
         """Set the ops that XLA fuses into the gradient's kernels that read their results."""
@@ -411,7 +412,7 @@ class _IntegerProgram:
         return row
 
 
-def _any_of(*columns: int | None) -> _Row:
+def _at_least_one(*columns: int | None) -> _Row:
     """Constraint row: at least one of some variables is set."""
     return {column: 1.0 for column in columns if column is not None}
 

@@ -97,7 +97,7 @@ class DeviceCount:
     best: int = 0
 
     @classmethod
-    def of(cls, ir: Ir) -> DeviceCount:
+    def for_program(cls, ir: Ir) -> DeviceCount:
         """Numbers for the replicas of a program that this process drives. It represents a power of two IPUs."""
         count = ir.instance_replication_factor
         used = {op.ipu or 0 for graph in reachable(ir.main_graph) for op in graph.ops}
@@ -304,7 +304,7 @@ def find_device(description: str | Device | Target, ir: Ir) -> Device:
     kinds = str | Device | Target
     check_type(description, kinds, "Session: the device", "text such as 'ipu_hw', a target or a device")
     warn_if_untested()
-    wanted = DeviceCount.of(ir)
+    wanted = DeviceCount.for_program(ir)
     if processes.spans_processes(ir):
         found = _over_processes(description, wanted)
     else:

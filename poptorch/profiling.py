@@ -54,8 +54,8 @@ class Channel:
             >>> Channel("MyApp").instrument(Reader(), "read").read()
             'data'
         """
-        found = {method: getattr(obj, method) for method in methods}
-        for method, call in found.items():
+        methods_by_name = {method: getattr(obj, method) for method in methods}
+        for method, call in methods_by_name.items():
             setattr(obj, method, spanned(self, method, call))
         return obj
 

@@ -47,9 +47,9 @@ def calibrate(path: Path) -> Page:
                 "sources": (said,),
             }
         )
-        found: Chip = known.model_copy(update={"efficiency": efficiency})
+        chip: Chip = known.model_copy(update={"efficiency": efficiency})
     else:
-        found = Cpu(
+        chip = Cpu(
             name=device.device_kind,
             sources=(said,),
             flops={"float32": best},
@@ -60,23 +60,23 @@ def calibrate(path: Path) -> Page:
             links=(Link(name="memory", bandwidth=bandwidth / 2, latency=dispatch),),
             efficiency=Efficiency(launch=launch, dispatch=dispatch, depth=depth, sources=(said,)),
         )
-    replace_file(path, (found.model_dump_json(indent=2) + "\n").encode())
+    replace_file(path, (chip.model_dump_json(indent=2) + "\n").encode())
     rows = [[f"float32 product of {size}", f"{flops_text(round(rate))}/s"] for size, rate in products.items()]
     rows += [["memory, read and written", f"{bytes_text(round(bandwidth))}/s"]]
     rows += [["a kernel at least", seconds_text(launch)], ["a call", seconds_text(dispatch)]]
     hint = f"The figures are in {path}. POPXL_CHIP={path} popxl report FILE.py prints times by them."
-    return Page(f"Figures of {found.name}", [Table(["", "measured"], rows), hint])
+    return Page(f"Figures of {chip.name}", [Table(["", "measured"], rows), hint])
 
 
 def _best(run: Callable[[], Any]) -> float:
     """Seconds of the fastest of several runs."""
     jax.block_until_ready(run())
-    found, end = list[float](), time.perf_counter() + MOST_SECONDS
-    while len(found) < 3 or (time.perf_counter() < end and len(found) < 1000):
+    times, end = list[float](), time.perf_counter() + MOST_SECONDS
+    while len(times) < 3 or (time.perf_counter() < end and len(times) < 1000):
         begin = time.perf_counter()
         jax.block_until_ready(run())
-        found.append(time.perf_counter() - begin)
-    return min(found)
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def _product_rate(size: int) -> float:

@@ -170,18 +170,18 @@ def _options_of_check(arguments: Sequence[str]) -> tuple[Sequence[str], dict[str
     """
     if arguments[:1] != ["check"]:
         return arguments, {}
-    rest, found = [*arguments], dict[str, Any]()
+    rest, fields = [*arguments], dict[str, Any]()
     for i in (1, 2):  # at the place of the file, and after it
         while i < len(rest):
             name, _, value = rest[i].partition("=")
-            if name == "--run" and "single_replica_args" not in found:
-                found["single_replica_args"] = shlex.split(value)
-            elif rest[i] == "--json" and "as_json" not in found:
-                found["as_json"] = True
+            if name == "--run" and "single_replica_args" not in fields:
+                fields["single_replica_args"] = shlex.split(value)
+            elif rest[i] == "--json" and "as_json" not in fields:
+                fields["as_json"] = True
             else:
                 break
             del rest[i]
-    return rest, found
+    return rest, fields
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -48,10 +48,10 @@ def assert_costs(program: Session | Analysis | Cost, path: str | os.PathLike[str
             f"assert_costs: there is no file {os.fspath(path)!r}; set the environment variable {REWRITE}=1 once to "
             "write it."
         )
-    if found := changes_of(read_budget(path), cost):
+    if changes := changes_of(read_budget(path), cost):
         raise AssertionError(
             f"{cost.name} does not cost what {os.fspath(path)} says:\n"
-            + "\n".join(f"  {change}" for change in found.changes)
+            + "\n".join(f"  {change}" for change in changes.changes)
             + f"\nSet {REWRITE}=1 to write the file anew, and review it."
         )
 

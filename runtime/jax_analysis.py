@@ -274,8 +274,8 @@ def _analysis(name: str, executable: Any, seconds: float, target: Target | None)
 
 def _live(module: Module) -> tuple[LineMemory, ...]:
     """Buffers live at the peak, by the lines that write them, most bytes first."""
-    found = [
+    lines = [
         LineMemory(line=line, bytes=sum(b.bytes for b in alike), buffers=tuple(b.name for b in alike))
         for line, alike in live_buffers(module).items()
     ]
-    return tuple(sorted(found, key=lambda each: -each.bytes))
+    return tuple(sorted(lines, key=lambda each: -each.bytes))

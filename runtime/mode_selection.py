@@ -36,17 +36,19 @@ def compile_fastest(ir: Ir, device: Device) -> CompiledProgram:
     first = _compiled(ir, device)
     layout = first.layout if isinstance(first, CompiledProgram) else layout_for(ir, device)
     decision = layout.decision
-    found = {decision.mode: first} | {mode: _compiled(ir, device, mode) for mode in decision.compared}
-    fitting = {mode: program for mode, program in found.items() if _fits(ir, program)}
+    programs = {decision.mode: first} | {mode: _compiled(ir, device, mode) for mode in decision.compared}
+    fitting = {mode: program for mode, program in programs.items() if _fits(ir, program)}
     for mode in decision.fallbacks:
         if not fitting:
-            found[mode] = _compiled(ir, device, mode)
-            fitting = {mode: found[mode]} if _fits(ir, found[mode]) else {}
-    if not fitting or len(found) == 1:
+            programs[mode] = _compiled(ir, device, mode)
+            fitting = {mode: programs[mode]} if _fits(ir, programs[mode]) else {}
+    if not fitting or len(programs) == 1:
         return _raise_if_failed(first)
     costs = {mode: run_cost(_raise_if_failed(program)) for mode, program in fitting.items()}
     fastest = min(costs, key=lambda mode: costs[mode][0])
-    compared = [f"{mode}, {costs[mode][1]}" if mode in costs else f"{mode}, too large for the memory" for mode in found]
+    compared = [
+        f"{mode}, {costs[mode][1]}" if mode in costs else f"{mode}, too large for the memory" for mode in programs
+    ]
     cache_mode(ir, device, fastest)
     reason = f"It is the fastest by an estimate: {'; '.join(compared)}."
     return replace(_raise_if_failed(fitting[fastest]), reason=reason)

@@ -56,13 +56,13 @@ def scheduled(
     name = _present(name or os.environ.get(SCHEDULER, "auto"))
     if name is None:
         return None
-    found = schedulers()[NAMES[name]]
+    scheduler = schedulers()[NAMES[name]]
     try:
-        count = found.get_process_count()
+        count = scheduler.get_process_count()
         if count == 1:
             return None
-        address = found.get_coordinator_address(int(timeout), os.environ.get("JAX_COORDINATOR_PORT"))
-        index, local = found.get_process_id(), found.get_local_process_id() or 0
+        address = scheduler.get_coordinator_address(int(timeout), os.environ.get("JAX_COORDINATOR_PORT"))
+        index, local = scheduler.get_process_id(), scheduler.get_local_process_id() or 0
     except (RuntimeError, KeyError, ValueError) as problem:
         raise PopxlError(
             f"popdist: the scheduler {name!r} has started this process, and does not say who it is: {problem}. "
@@ -97,10 +97,10 @@ def _present(wanted: str) -> str | None:
     kinds = schedulers()
     names = [name for name in NAMES if name != "k8s" or "JOB_COMPLETION_INDEX" in os.environ]  # other pods are alone
     present = (name for name in (names if wanted == "auto" else (wanted,)) if kinds[NAMES[name]].is_env_present())
-    found = next(present, None)
-    if found is None and wanted != "auto":
+    scheduler = next(present, None)
+    if scheduler is None and wanted != "auto":
         raise PopxlError(f"popdist: {SCHEDULER} is {wanted!r}, and this process was not started by it.")
-    return found
+    return scheduler
 
 
 def ask_scheduler(num_replicas: int | None, ipus_per_replica: int, adjacent_replicas: int) -> None:

@@ -53,14 +53,14 @@ def _trace_files(folder: str | os.PathLike[str]) -> set[Path]:
 def _names(texts: Iterable[str]) -> dict[tuple[str, str], str]:
     """User names of instructions, keyed by module name and instruction name. Omits ambiguous keys, shared by different
     modules."""
-    found: dict[tuple[str, str], str | None] = {}
+    names: dict[tuple[str, str], str | None] = {}
     for text in texts:
         module = text.partition("HloModule ")[2].partition(",")[0].split()[0]
         for computation in parse_hlo(text).computations.values():
             for instruction in computation.instructions.values():
                 key, name = (module, instruction.name), user_name(instruction.scope)
-                found[key] = name if found.get(key, name) == name else None
-    return {key: name for key, name in found.items() if name}
+                names[key] = name if names.get(key, name) == name else None
+    return {key: name for key, name in names.items() if name}
 
 
 def user_name(scope: str) -> str:

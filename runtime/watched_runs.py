@@ -173,5 +173,5 @@ def run_file(file: Path, arguments: Sequence[str], names: dict[str, Any] | None 
 
 def _last_line(frames: TracebackType | None, file: Path) -> str:
     """Source line at which the program was stopped."""
-    found = [frame for frame in traceback.extract_tb(frames) if Path(frame.filename) == file]
-    return f"`{found[-1].line}` ({file}:{found[-1].lineno})"
+    own_frames = [frame for frame in traceback.extract_tb(frames) if Path(frame.filename) == file]
+    return f"`{own_frames[-1].line}` ({file}:{own_frames[-1].lineno})"

@@ -27,8 +27,8 @@ def beam_search(log_probs: Any, lengths: Any, *, blank: int, beam_width: int, to
         `[batch, paths, time]`, followed by blanks.
     """
     search = jax.vmap(lambda p, n: _search(p, n, blank, beam_width, top_paths), (1, 0))
-    found: tuple[Any, Any, Any] = search(log_probs.astype(jnp.float32), lengths)
-    return found
+    result: tuple[Any, Any, Any] = search(log_probs.astype(jnp.float32), lengths)
+    return result
 
 
 def _search(log_probs: Any, time: Any, blank: int, width: int, paths: int) -> tuple[Any, Any, Any]:

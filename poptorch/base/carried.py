@@ -77,9 +77,9 @@ def may_be_carried(value: object, is_beside_tensors: bool) -> bool:
         is_beside_tensors: whether it is in an argument that holds tensors. In other arguments only texts are passed
             through: models inspect numbers there, such as sizes.
     """
-    found = _simple(value)
-    return found is not None and (
-        any(is_instance(each, (str, bytes)) for each in found) or is_beside_tensors and found != []
+    leaves = _simple(value)
+    return leaves is not None and (
+        any(is_instance(each, (str, bytes)) for each in leaves) or is_beside_tensors and leaves != []
     )
 
 
@@ -90,7 +90,7 @@ def _simple(value: object) -> list[object] | None:
         keys = list(value) if type(value) is dict else []
         if None in inside or any(type(key) not in _SIMPLE for key in keys):
             return None
-        return [each for found in inside for each in found or ()]
+        return [each for leaves in inside for each in leaves or ()]
     if type(value) in (bool, type(None)):  # they say how, most often, and are looked at
         return []
     return [value] if type(value) in _SIMPLE else None

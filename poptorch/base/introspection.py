@@ -32,21 +32,21 @@ def is_instance(value: object, kinds: type | tuple[type, ...]) -> bool:
 def attributes(value: object) -> dict[str, Any]:
     """Attribute dictionary of an object, uncopied; empty without a `__dict__`."""
     try:
-        found = object.__getattribute__(value, "__dict__")
+        dictionary = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    return found if is_instance(found, dict) else {}
+    return dictionary if is_instance(dictionary, dict) else {}
 
 
 def slots(value: object) -> dict[str, MemberDescriptorType]:
     """Member descriptors of an object's set `__slots__` attributes, by name."""
-    found = {
+    descriptors = {
         name: slot
         for kind in reversed(type(value).__mro__)
         for name, slot in vars(kind).items()
         if is_instance(slot, MemberDescriptorType) and not name.startswith("__")
     }
-    return {name: slot for name, slot in found.items() if _is_set(slot, value)}
+    return {name: slot for name, slot in descriptors.items() if _is_set(slot, value)}
 
 
 def _is_set(slot: MemberDescriptorType, value: object) -> bool:

@@ -55,9 +55,9 @@ class Structure(ABC):
 
     def tensors(self, value: Any) -> list[torch.Tensor]:
         """Tensors of a value with this structure; see `collect`."""
-        found: list[torch.Tensor] = []
-        self.collect(value, found)
-        return found
+        tensors: list[torch.Tensor] = []
+        self.collect(value, tensors)
+        return tensors
 
     def rebuild(self, tensors: Iterable[torch.Tensor], given: Sequence[Any] = ()) -> Any:
         """Rebuild a value with new tensors, one per item of `leaves()`, of any shape and dtype.

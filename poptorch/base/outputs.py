@@ -41,14 +41,14 @@ class SideEffects:
 
         Writes into a tensor do not count. A deleted attribute is `Changes.GONE`.
         """
-        found: dict[int, dict[str, Any]] = {}
+        changes: dict[int, dict[str, Any]] = {}
         for i, (each, before) in enumerate(zip(self._objects, self._snapshots, strict=True)):
             now = attributes(each)
             changed = {k: v for k, v in now.items() if k not in before or not is_unchanged(before[k], v)}
             changed |= {key: SideEffects.GONE for key in before if key not in now}
             if changed:
-                found[i] = changed
-        return found
+                changes[i] = changed
+        return changes
 
     GONE = "an attribute that was deleted"
 

@@ -51,8 +51,8 @@ def _convolution(
         rows, places = large.shape[0], large.shape[2:]
         channels = large.reshape(rows, groups, -1, *places).transpose(0, 2).reshape(-1, groups * rows, *places)
         kernel = small.transpose(0, 1)
-        found = aten.convolution(channels, kernel, None, dilation, padding, stride, False, [0] * dims, groups)
-        of_weight = _begin(found.transpose(0, 1), weight.shape[2:])
+        gradient = aten.convolution(channels, kernel, None, dilation, padding, stride, False, [0] * dims, groups)
+        of_weight = _begin(gradient.transpose(0, 1), weight.shape[2:])
     if output_mask[2]:
         of_bias = grad.sum([0, *range(2, grad.dim())])
     return of_input, of_weight, of_bias

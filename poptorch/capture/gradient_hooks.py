@@ -80,8 +80,8 @@ def _keeps_numbers(t: torch.Tensor, pack: Callable[..., Any], unpack: Callable[.
     """Whether pack and unpack hooks preserve the contents of a similar tensor."""
     numbers = (torch.arange(t.numel(), dtype=torch.float64) * 0.618 % 1 * 2 - 1).reshape(t.shape)
     numbers = numbers.to(t.dtype) if t.is_floating_point() or t.is_complex() else (numbers * 9).to(t.dtype)
-    found = unpack(pack(numbers.clone()))
-    return found.dtype is numbers.dtype and found.shape == numbers.shape and torch.equal(_bytes(found), _bytes(numbers))
+    copy = unpack(pack(numbers.clone()))
+    return copy.dtype is numbers.dtype and copy.shape == numbers.shape and torch.equal(_bytes(copy), _bytes(numbers))
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:

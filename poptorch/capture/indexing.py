@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 def getitem(t: torch.Tensor, index: Any, contents: TensorContents, views: RowViews) -> torch.Tensor:
     """`t[index]`. Index tensors with known contents are left to PyTorch."""
-    found = _first_unknown(t, index, contents)
-    if found is None:
+    unknown = _first_unknown(t, index, contents)
+    if unknown is None:
         return t[index]
-    dim, rows, rest = found
+    dim, rows, rest = unknown
     return views.remember(t, index, getitem(views.take(t, dim, rows), rest, contents, views))
 
 
@@ -35,11 +35,11 @@ def setitem(t: torch.Tensor, index: Any, value: Any, contents: TensorContents, v
     """`t[index] = value`."""
     if views.ends_update(t, index, value):
         return
-    found = _first_unknown(t, index, contents)
-    if found is None:
+    unknown = _first_unknown(t, index, contents)
+    if unknown is None:
         t[index] = value
         return
-    dim, rows, rest = found
+    dim, rows, rest = unknown
     part = t.index_select(dim, rows)
     setitem(part, rest, value, contents, views)
     t.index_copy_(dim, rows, part)
@@ -153,8 +153,8 @@ def masks_to_indices(
             positions.append(index)
         elif (mask := contents.constant_contents(index)) is not None:
             with without_modes():
-                found = _mask_coordinates(mask)
-            positions += map(contents.constant, found)
+                coordinates = _mask_coordinates(mask)
+            positions += map(contents.constant, coordinates)
         elif contents.may_break_graph:
             positions += contents.break_graph(_mask_coordinates, (index,), {})
         else:

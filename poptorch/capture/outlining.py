@@ -69,14 +69,14 @@ def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
 
 def _runs(nodes: Sequence[Node]) -> list[_OpRange]:
     """Op ranges of outlining candidates: modules that run exactly once, with contiguous ops."""
-    found: dict[str, list[_OpRange]] = {}
+    runs_of_path: dict[str, list[_OpRange]] = {}
     seeding = {position for position, node in enumerate(nodes) if node.op in SEEDING}
     for position, node in enumerate(nodes):
         for path in accumulate(node.scope.split("."), "{}.{}".format) if node.scope else ():
-            runs = found.setdefault(path, [])
+            runs = runs_of_path.setdefault(path, [])
             start = runs.pop().start if runs and runs[-1].stop == position else position
             runs.append(_OpRange(path, start, position + 1))
-    once = [runs[0] for _, runs in sorted(found.items()) if len(runs) == 1 and len(runs[0]) >= SMALLEST]
+    once = [runs[0] for _, runs in sorted(runs_of_path.items()) if len(runs) == 1 and len(runs[0]) >= SMALLEST]
     return [
         run
         for run in once

@@ -60,11 +60,11 @@ def update_passes(size: Sequence[int], stride: Sequence[int]) -> list[np.ndarray
     _, number, counts = np.unique(offsets, return_inverse=True, return_counts=True)
     by_number = order[np.argsort(number[order], kind="stable")]  # the elements of the first number, of the next, ...
     starts = np.cumsum(counts) - counts
-    found = []
+    passes = []
     for update_pass in range(counts.max()):
         element = by_number[np.minimum(starts + update_pass, len(order) - 1)]
-        found.append(np.where(update_pass < counts, element, -1)[number].reshape(size))
-    return found
+        passes.append(np.where(update_pass < counts, element, -1)[number].reshape(size))
+    return passes
 
 
 def _order(size: Sequence[int], stride: Sequence[int]) -> np.ndarray:

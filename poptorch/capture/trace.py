@@ -124,10 +124,10 @@ class Node:
     @property
     def inputs(self) -> list[Value]:
         """Values that the op reads, including external values of its traces."""
-        found = list(values_in(self.arguments))
+        values = list(values_in(self.arguments))
         for trace in self.traces:
-            found += trace.outer
-        return found
+            values += trace.outer
+        return values
 
     @property
     def traces(self) -> list[Trace]:

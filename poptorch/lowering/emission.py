@@ -321,7 +321,7 @@ def drawing(nodes: Sequence[Node]) -> list[Node]:
         seeds.append(popxl.graph_input((2,), popxl.uint32, "random"))
         return seeds[-1]
 
-    emission, found = Emission(seed), list[Node]()
+    emission, drawing_nodes = Emission(seed), list[Node]()
     with popxl.Ir().create_empty_graph("drawing"):
         for node in nodes:
             for value in node.inputs:
@@ -330,5 +330,5 @@ def drawing(nodes: Sequence[Node]) -> list[Node]:
             before = len(seeds)
             emission.write([node])
             if len(seeds) > before:
-                found.append(node)
-    return found
+                drawing_nodes.append(node)
+    return drawing_nodes

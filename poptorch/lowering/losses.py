@@ -64,8 +64,8 @@ def _reducing(name: str) -> Callable[[F], F]:
         def lowering(
             reduction: str = "mean", size_average: bool | None = None, reduce: bool | None = None, **arguments: Any
         ) -> popxl.Tensor:
-            found = losses(**arguments)
-            each, shares = found if isinstance(found, tuple) else (found, None)
+            values = losses(**arguments)
+            each, shares = values if isinstance(values, tuple) else (values, None)
             return reduced(each, _reduction(reduction, size_average, reduce), shares)
 
         return losses

@@ -18,12 +18,12 @@ from popxl import ops
 
 @lowers("poptorch.fps")
 def fps(src: popxl.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start: bool = False) -> popxl.Tensor:
-    found = []
+    points = []
     for start, stop in zip(ptr[:-1], ptr[1:], strict=True):
         count = math.ceil(ratio * (stop - start))
         seed = next_seed() if random_start else None
-        found.append(_farthest_points(src[start:stop], seed, count=count) + start)
-    return ops.concat(found, 0)
+        points.append(_farthest_points(src[start:stop], seed, count=count) + start)
+    return ops.concat(points, 0)
 
 
 @jax_op(gradient=None)

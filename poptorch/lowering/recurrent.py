@@ -137,12 +137,12 @@ def _backward(step: _Step, states: int) -> Callable[..., Any]:
         def of_weights(g: Any, rows: Any) -> Any:
             return products.weights_gradient(g.astype(x.dtype), rows.astype(x.dtype))
 
-        found = [products.times(g_input, w_ih), *g_first, of_weights(g_input, x), of_weights(g_product, before[0])]
+        gradients = [products.times(g_input, w_ih), *g_first, of_weights(g_input, x), of_weights(g_product, before[0])]
         if has_biases:
-            found += [g.sum(range(g.ndim - 1)) for g in (g_input, g_product)]
+            gradients += [g.sum(range(g.ndim - 1)) for g in (g_input, g_product)]
         if w_hr is not None:
-            found.append(of_weights(g_out, kept[-1]))
-        return tuple(g.astype(array.dtype) for g, array in zip(found, arrays, strict=False))
+            gradients.append(of_weights(g_out, kept[-1]))
+        return tuple(g.astype(array.dtype) for g, array in zip(gradients, arrays, strict=False))
 
     return backward
 
@@ -163,11 +163,13 @@ def _kind(name: str, step: _Step, states: int) -> OpKind:
 
     def gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
         op = forward.op
-        given = tuple(i for i, g in enumerate(gs) if g is not None)
-        kept = (op.outputs[0], *op.outputs[1 + states :])
-        read = [forward.read(t) for t in (*op.inputs, *kept)]
-        found = backward(*read, *(gs[i] for i in given), operands=len(op.inputs), given=given, **op.attributes)
-        return {i: g for i, g in enumerate(found) if forward.wants(i)}
+        received = tuple(i for i, g in enumerate(gs) if g is not None)
+        saved = (op.outputs[0], *op.outputs[1 + states :])
+        read_values = [forward.read(t) for t in (*op.inputs, *saved)]
+        gradients = backward(
+            *read_values, *(gs[i] for i in received), operands=len(op.inputs), given=received, **op.attributes
+        )
+        return {i: g for i, g in enumerate(gradients) if forward.wants(i)}
 
     return OpKind(
         name,

@@ -129,16 +129,16 @@ class CPU:
             example = function.result([torch.zeros(t.shape, dtype=t.dtype) for t in tensors])  # not of the program
         function.changes = frozenset(on_host.excluded)
         structure = structure_of(example, self._name)
-        found = list(structure.leaves())
-        if not found or any(0 in leaf.shape for leaf in found) and not any(0 in t.shape for t in tensors):
-            shown = shapes_text(found) if found else repr(example)
+        leaves = list(structure.leaves())
+        if not leaves or any(0 in leaf.shape for leaf in leaves) and not any(0 in t.shape for t in tensors):
+            shown = shapes_text(leaves) if leaves else repr(example)
             raise createPoptorchError(
                 f"CPU: for zeros, {self._name} returns {shown}. From what it makes of zeros the program learns the "
                 "shapes of its results, which cannot depend on numbers; expected tensors that are not empty."
             )
         made = tracer.record(
             "poptorch.cpu",
-            lambda **_: [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in found],
+            lambda **_: [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves],
             {"inputs": tensors, "function": function, "name": self._name},
             True,
         )

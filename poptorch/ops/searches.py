@@ -42,8 +42,8 @@ def ctc_beam_search_decoder(
     from poptorch.base.beam_search import beam_search  # imports JAX, which most hosts need not
 
     given = probs.detach().numpy(), lengths.numpy().astype("int32")
-    found = beam_search(*given, blank=blank, beam_width=beam_width, top_paths=top_paths)
-    return [torch.from_numpy(numpy.array(each)) for each in found]
+    decoded = beam_search(*given, blank=blank, beam_width=beam_width, top_paths=top_paths)
+    return [torch.from_numpy(numpy.array(each)) for each in decoded]
 
 
 @op()

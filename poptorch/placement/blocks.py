@@ -153,10 +153,10 @@ class _Annotated:
     def __reduce__(self) -> Any:
         function, _ = self._arguments
         name = getattr(function, "__qualname__", "")
-        found: Any = sys.modules.get(getattr(function, "__module__", None) or "")
+        target: Any = sys.modules.get(getattr(function, "__module__", None) or "")
         for part in name.split("."):
-            found = getattr(found, part, None)
-        return name if found is self else (type(self), self._arguments)  # where it decorates, it has the name
+            target = getattr(target, part, None)
+        return name if target is self else (type(self), self._arguments)  # where it decorates, it has the name
 
     def __repr__(self) -> str:
         function, mark = self._arguments

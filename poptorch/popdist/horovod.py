@@ -252,10 +252,10 @@ def _gather(function: str, tensor: torch.Tensor, same_shape: bool) -> list[torch
         return [own.new_empty(shape) for shape in shapes]
     sent = np.zeros(max(sizes), np.uint8)  # bytes, so that nothing is converted to JAX's dtypes
     sent[: sizes[rank()]] = own.view(-1).view(torch.uint8).numpy() if own.numel() else 0
-    found = np.asarray(multihost_utils.process_allgather(sent))
+    gathered = np.asarray(multihost_utils.process_allgather(sent))
     return [
         torch.frombuffer(bytearray(row[:length].tobytes()), dtype=own.dtype).view(shape)
         if length
         else own.new_empty(shape)
-        for row, length, shape in zip(found, sizes, shapes, strict=True)
+        for row, length, shape in zip(gathered, sizes, shapes, strict=True)
     ]

@@ -71,12 +71,12 @@ class Phases:
 
     def readers(self, graph: popxl.Graph) -> dict[popxl.Tensor, list[int]]:
         """Phases that read each input of the model's graph, in order."""
-        found: dict[popxl.Tensor, dict[int, None]] = {t: {} for t in graph.inputs}
+        phases_of: dict[popxl.Tensor, dict[int, None]] = {t: {} for t in graph.inputs}
         for op in graph.ops:
             for t in op.inputs:
-                if t in found and op in self.by_op:
-                    found[t][self.by_op[op]] = None
-        return {t: sorted(phases) for t, phases in found.items()}
+                if t in phases_of and op in self.by_op:
+                    phases_of[t][self.by_op[op]] = None
+        return {t: sorted(phases) for t, phases in phases_of.items()}
 
 
 @dataclass

@@ -343,20 +343,20 @@ class Program:
             if key not in self._weights or self._weights[key].is_plain
         }
         made = self._passes.forward(arguments, tensors)
-        found: dict[int | str, popxl.Tensor] = {
+        values_by_key: dict[int | str, popxl.Tensor] = {
             id(value): made[self._model.emission.tensor(value)] for value in self._outputs()
         }
         gradients: Tensors = {}
         if self._model.gradient is not None and self.loss is not None:
-            start = self._loss_gradient(found[id(self.loss)], tensors)
+            start = self._loss_gradient(values_by_key[id(self.loss)], tensors)
             by_parameter = self._passes.backward(start, made, tensors)
             gradients = {name: by_parameter[t] for name, t in self._model.trained.items()}
         for name, value in self._updated.items():
-            new = found[id(value)]
+            new = values_by_key[id(value)]
             ops.var_updates.copy_var_update_(tensors[name], new)
-        found |= {name: made[t] for name, t in self._model.anchored.items()}
-        found |= {GRADIENT + name: gradient for name, gradient in gradients.items()}
-        results = [found.get(result.key) for result in self._returned]
+        values_by_key |= {name: made[t] for name, t in self._model.anchored.items()}
+        values_by_key |= {GRADIENT + name: gradient for name, gradient in gradients.items()}
+        results = [values_by_key.get(result.key) for result in self._returned]
         if INDEX in tensors:
             for number, (result, t) in enumerate(zip(self._returned, results, strict=True)):
                 if t is not None:

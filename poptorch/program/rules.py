@@ -218,18 +218,18 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
 def hyperparameters_of(optimizer: torch.optim.Optimizer, rule: Rule) -> dict[Key, Any]:
     """Hyperparameters of an optimiser, by group (`None` for global values) and name."""
-    found: dict[Key, Any] = {(None, name): _plain(getattr(optimizer, name, None), d) for name, d in WHOLE.items()}
-    combined = found[None, "use_combined_accum"]
+    numbers: dict[Key, Any] = {(None, name): _plain(getattr(optimizer, name, None), d) for name, d in WHOLE.items()}
+    combined = numbers[None, "use_combined_accum"]
     for i, group in enumerate(optimizer.param_groups):
         for name, default in (rule.numbers | rule.state_defaults).items():
             if name in BETAS:
-                found[i, name] = _plain(group["betas"][BETAS.index(name)], default)
+                numbers[i, name] = _plain(group["betas"][BETAS.index(name)], default)
             elif name == "velocity_scaling" and not combined:
-                found[i, name] = default
+                numbers[i, name] = default
             elif name not in WHOLE:
                 said_by = optimizer.defaults if name in rule.state_defaults else group
-                found[i, name] = _plain(said_by.get(name), default)
-    return found
+                numbers[i, name] = _plain(said_by.get(name), default)
+    return numbers
 
 
 def _plain(value: Any, default: Any) -> Any:

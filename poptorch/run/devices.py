@@ -37,10 +37,10 @@ def chosen_device(options: Options) -> str | popart.DeviceInfo:
         return "ipu_model"
     if options.ipu_id is None:
         return "ipu_hw"
-    found = popart.DeviceManager().enumerateDevices()
-    if not 0 <= options.ipu_id < len(found):
+    devices = popart.DeviceManager().enumerateDevices()
+    if not 0 <= options.ipu_id < len(devices):
         raise createPoptorchError(
-            f"useIpuId: there is no device {options.ipu_id}; there are {len(found)}, numbered from 0: "
-            f"{', '.join(map(str, found))}."
+            f"useIpuId: there is no device {options.ipu_id}; there are {len(devices)}, numbered from 0: "
+            f"{', '.join(map(str, devices))}."
         )
-    return found[options.ipu_id]
+    return devices[options.ipu_id]

@@ -88,21 +88,21 @@ class ProgramState:
     def as_torch(self, state: State) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """State by parameter, in PyTorch's format."""
         with torch.inference_mode(False):  # otherwise their version counters would change
-            found = self._update.layout.as_torch(state, self._parameters, self._numbers)
-        return {self._parameters[name]: own for name, own in found.items()}
+            states = self._update.layout.as_torch(state, self._parameters, self._numbers)
+        return {self._parameters[name]: own for name, own in states.items()}
 
     def from_torch(self, state: Mapping[Any, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """State in the program's format, from PyTorch's."""
         variables = self._compiled.io.state
-        found = self._update.layout.from_torch(state, self._parameters, self._numbers, variables)
-        rounded = sorted(n for n, t in found.items() if t.dtype.itemsize < variables[n].dtype.as_numpy().itemsize)
+        states = self._update.layout.from_torch(state, self._parameters, self._numbers, variables)
+        rounded = sorted(n for n, t in states.items() if t.dtype.itemsize < variables[n].dtype.as_numpy().itemsize)
         if rounded:
             logger.warning(
                 "The optimizer's state is rounded to the type of its parameters (%s): `load_state_dict` of PyTorch "
                 "does so. To keep all digits, wrap the model first, and load the state then.",
                 ", ".join(rounded[:3]) + (", ..." if len(rounded) > 3 else ""),
             )
-        return found
+        return states
 
     def value(self, name: str) -> torch.Tensor:
         """Value of a hyperparameter or state tensor, or `finalLossScale`."""

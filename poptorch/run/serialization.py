@@ -151,10 +151,10 @@ def _like_class(path: str, fields: list[str], held: tuple[Any, Any]) -> Any:
     if base is None:
         raise ValueError(f"{what!r} is no container")
     items = from_data(data) if base in (object, list) else from_data({what: data})
-    found = _imported(path, base)
+    kind = _imported(path, base)
     if (
-        found is not None
-        and (made := _create_instance(found, base, fields, items)) is not None
+        kind is not None
+        and (made := _create_instance(kind, base, fields, items)) is not None
         and parser_of(made) is None
     ):
         return made
@@ -211,7 +211,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
-    return found
+    return dtype

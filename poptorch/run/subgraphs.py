@@ -175,7 +175,7 @@ def partition(
     trace, bounds = path.captured.trace, path.bounds
     order = {value_id: i for i, value_id in enumerate(path.values)}
     constants = {id(node) for node in trace.nodes if is_constant(node)}
-    found: list[Content] = []
+    contents: list[Content] = []
     for i in reversed(range(len(before))):
         if i < len(path.breaks):
             needed = needed | set(path.breaks[i].operands)
@@ -190,5 +190,5 @@ def partition(
         nodes = Trace(nodes=ops).without_unused(path.values_of(ordered), with_effects)
         inputs = [value for value in external_inputs(nodes) if path.id_of(value)[0] != "state"]
         needed = {value for value in needed if id(value) not in here} | set(inputs)
-        found.append(Content(nodes, path.ids_of(inputs), ordered))
-    return found[::-1]
+        contents.append(Content(nodes, path.ids_of(inputs), ordered))
+    return contents[::-1]

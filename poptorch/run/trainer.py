@@ -126,18 +126,18 @@ class Trainer:
         """
         if self.update is None or not self.update.matches(optimizer) or self._is_copy(optimizer):
             return ""
-        expected, found = self.update.group_of, self._groups(optimizer)
-        if found == expected and len(optimizer.param_groups) == self.update.hyperparameters.groups:
+        expected, reasons = self.update.group_of, self._groups(optimizer)
+        if reasons == expected and len(optimizer.param_groups) == self.update.hyperparameters.groups:
             if optimizer is not self.optimizer or self._program is None or not self.state.has_changed:
                 return ""
             owners = set(map(id, self._program.owners.values()))
             steps = self.state.steps({n: p for n, p in self._trained(optimizer).items() if id(p) in owners})
             return "" if self.update.layout.counts_alike(steps) else "some parameters have made fewer steps than others"
-        if not found and expected:
+        if not reasons and expected:
             raise createPoptorchError(
                 "The optimizer has none of the model's parameters that require a gradient, so nothing would be trained."
             )
-        changed = [name for name in self._parameters if found.get(name) != expected.get(name)]
+        changed = [name for name in self._parameters if reasons.get(name) != expected.get(name)]
         return f"the optimizer trains other parameters, or in other groups, than before: {', '.join(changed) or 'none'}"
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -24,14 +24,14 @@ def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         Error: if a buffer is not a tensor.
     """
-    found: dict[str, Any] = dict(torch.nn.Module.named_parameters(module))
-    found |= torch.nn.Module.named_buffers(module)
-    for name, value in found.items():
+    tensors: dict[str, Any] = dict(torch.nn.Module.named_parameters(module))
+    tensors |= torch.nn.Module.named_buffers(module)
+    for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise createPoptorchError(
                 f"All buffers must be an instance of torch.Tensor; {name} is {value!r} ({type(value).__name__})."
             )
-    return found
+    return tensors
 
 
 def check_apart(tensors: Mapping[str, torch.Tensor], written: Container[str]) -> None:

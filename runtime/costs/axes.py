@@ -47,12 +47,12 @@ def axes_of(program: CompiledProgram, collectives: Sequence[Collective], wires: 
         sent[axes] += each.runs * each.bytes
         seconds[axes] += each.runs * wires.time(each).seconds
     numbers = np.arange(math.prod(shape)).reshape(shape)
-    found = []
+    traffic = []
     for axes in dict.fromkeys([*((d,) for d in range(len(shape))), *sorted(sent)]):
         if not axes or len(axes) > 1 and not sent[axes]:
             continue
         members = numbers[tuple(slice(None) if d in axes else 0 for d in range(len(shape)))].flat
-        found.append(
+        traffic.append(
             AxisTraffic(
                 name=" × ".join(dimensions[d].name for d in axes),
                 size=math.prod(shape[d] for d in axes),
@@ -61,7 +61,7 @@ def axes_of(program: CompiledProgram, collectives: Sequence[Collective], wires: 
                 seconds=seconds[axes],
             )
         )
-    return tuple(found)
+    return tuple(traffic)
 
 
 def _varying_dimensions(collective: Collective, shape: Sequence[int]) -> tuple[int, ...]:

@@ -141,8 +141,8 @@ class Cost(OnPage, Record):
     def totals(self) -> Table:
         """Table of sizes, operations, kernels and times of one run."""
         sizes = ("code", "argument", "temporary", "alias", "host")
-        found = ((name, getattr(self, f"{name}_bytes")) for name in sizes)
-        rows = [[name, bytes_text(count)] for name, count in found if count is not None]
+        sized = ((name, getattr(self, f"{name}_bytes")) for name in sizes)
+        rows = [[name, bytes_text(count)] for name, count in sized if count is not None]
         rows += [["read and written", bytes_text(self.bytes_accessed)], ["operations", flops_text(self.flops)]]
         rows += [["kernels", str(self.kernels)], ["copies", str(self.copies)]]
         rows += [["cycles, estimated by XLA", count_text(self.cycles)]] if self.cycles is not None else []

@@ -23,16 +23,16 @@ def texts(program: CompiledProgram) -> dict[str, str]:
     """HLO text of each executable, keyed by its purpose. See `Session.hlo`."""
     if not isinstance(program.executable, Plan):
         return {"the program": program.executable.as_text()}
-    found: dict[str, str] = {}
+    text_of_purpose: dict[str, str] = {}
     for place, pair in program.executable.ends.items():
         for name, executable in zip(("feeds", "fetches"), pair, strict=True):
-            found[_unused(f"{name} of IPU {place}" if len(program.layout.ipus) > 1 else name, found)] = (
-                executable.as_text()
-            )
+            text_of_purpose[
+                _unused(f"{name} of IPU {place}" if len(program.layout.ipus) > 1 else name, text_of_purpose)
+            ] = executable.as_text()
     first = {segment.structure: segment.name for segment in reversed(program.executable.segments)}
     for structure in program.executable.structures:
-        found[_unused(first[structure], found)] = structure.executable.as_text()
-    return found
+        text_of_purpose[_unused(first[structure], text_of_purpose)] = structure.executable.as_text()
+    return text_of_purpose
 
 
 def _unused(name: str, names: Mapping[str, object]) -> str:

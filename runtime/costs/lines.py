@@ -61,10 +61,10 @@ def lines_of(modules: Sequence[tuple[Module, int]]) -> tuple[LineCost, ...]:
                 work[line][i] += times * count
         for line, kind, count in _kinds(module):
             kinds[line][kind] += times * count
-        at_peak = {line: sum(buffer.bytes for buffer in found) for line, found in live_buffers(module).items()}
+        at_peak = {line: sum(buffer.bytes for buffer in costs) for line, costs in live_buffers(module).items()}
         if sum(at_peak.values()) > sum(live.values()):
             live = at_peak
-    found = (
+    costs = (
         LineCost(
             line=line,
             kernels=work[line][0],
@@ -75,7 +75,7 @@ def lines_of(modules: Sequence[tuple[Module, int]]) -> tuple[LineCost, ...]:
         )
         for line in {**work, **live, **kinds}
     )
-    return tuple(sorted(found, key=lambda each: (-each.bytes_accessed, each.line)))
+    return tuple(sorted(costs, key=lambda each: (-each.bytes_accessed, each.line)))
 
 
 def live_buffers(module: Module) -> dict[str, list[Buffer]]:

@@ -62,7 +62,7 @@ def spans_of(chip: Chip, members: Sequence[Place], chips: Sequence[Place]) -> tu
     if first.ring is not None:
         return _on_torus(first, outer, members, chips)
     units = [place[0] for place in members]
-    found = []
+    link_spans = []
     for link in chip.levels:
         above = units if link.chips is None else [place[0] // link.chips for place in members]
         joined = (
@@ -71,11 +71,11 @@ def spans_of(chip: Chip, members: Sequence[Place], chips: Sequence[Place]) -> tu
             else max(len({u for u, a in zip(units, above, strict=True) if a == unit}) for unit in {*above})
         )
         if joined > 1:
-            found.append(LinkSpan(link, joined))
+            link_spans.append(LinkSpan(link, joined))
         units = above
         if link.chips is None:
             break
-    return tuple(found)
+    return tuple(link_spans)
 
 
 def _on_torus(
@@ -92,8 +92,8 @@ def _on_torus(
         cube and len(own) == len(all_) and len(own) % link.ring == 0 for own, all_ in zip(along, whole, strict=True)
     )
     inside = math.ceil(len(members) / slices)
-    found = [LinkSpan(link, inside, extents, closed)] if inside > 1 else []
-    return tuple(found) + ((LinkSpan(outer[0], slices),) if slices > 1 and outer else ())
+    link_spans = [LinkSpan(link, inside, extents, closed)] if inside > 1 else []
+    return tuple(link_spans) + ((LinkSpan(outer[0], slices),) if slices > 1 and outer else ())
 
 
 def collective_time(chip: Chip, kind: str, nbytes: float, spans: Sequence[LinkSpan]) -> CollectiveTime:

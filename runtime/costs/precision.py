@@ -38,12 +38,12 @@ def precisions_of(total: Work, chip: Chip, seconds: Callable[[str], float]) -> d
     """
     counts = {key.precision: count for key, count in total.products.items() if key.dtype == "float32"}
     first = min(map(LEVELS.index, counts), default=len(LEVELS))
-    found = {}
+    costs = {}
     for level in LEVELS[first:]:
         products = sum(count / chip.rate("float32", _faster(level, own)) for own, count in counts.items())
         cycles = round(products * chip.clock) if isinstance(chip, Tpu) else None
-        found[level] = PrecisionCost(products=products, cycles=cycles, seconds=seconds(level))
-    return found
+        costs[level] = PrecisionCost(products=products, cycles=cycles, seconds=seconds(level))
+    return costs
 
 
 def capped(level: str, work: Work) -> Work:

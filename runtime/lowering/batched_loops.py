@@ -137,7 +137,7 @@ def _rows(array: Array, numbers: Sequence[int]) -> Array:
 
 def _with_rows(array: Array, numbers: Sequence[int], values: Sequence[Array]) -> Array:
     """Replace rows of an array."""
-    found = jnp.concatenate(values) if len(values) > 1 else values[0]
+    rows_of_all = jnp.concatenate(values) if len(values) > 1 else values[0]
     if sorted(numbers) == [*range(len(array))]:
-        return _rows(found, np.argsort(numbers).tolist())
-    return array.at[np.asarray(numbers)].set(found, unique_indices=True)
+        return _rows(rows_of_all, np.argsort(numbers).tolist())
+    return array.at[np.asarray(numbers)].set(rows_of_all, unique_indices=True)

@@ -35,11 +35,11 @@ def graphs_in(scope: str) -> list[str]:
 
 def graph_of(scope: str) -> str:
     """Parse the innermost graph name from a scope; "" for the main graph."""
-    found = graphs_in(scope)
-    return found[-1] if found else ""
+    names = graphs_in(scope)
+    return names[-1] if names else ""
 
 
 def source_of(scope: str) -> str:
     """Parse the innermost source line from a scope; "" without one."""
-    found = re.findall(r" \[([^\[\]]*)\]", scope)
-    return found[-1] if found else ""
+    sources = re.findall(r" \[([^\[\]]*)\]", scope)
+    return sources[-1] if sources else ""

@@ -39,12 +39,12 @@ def bytes_of(text: str | int, who: str) -> int:
     """
     if isinstance(text, bool) or not isinstance(text, str | int):
         raise TypeError(f"{who} is {text!r} ({type(text).__name__}); expected text such as '14 GB', or bytes.")
-    found = _TEXT.fullmatch(text if isinstance(text, str) else f"{text} B")
+    match = _TEXT.fullmatch(text if isinstance(text, str) else f"{text} B")
     units = {name.lower(): size for name, size in _UNITS.items()}
-    if found is None or found[2].lower() not in units:
-        reason = f", whose unit is {found[2]!r}" if found is not None and found[2] else ""
+    if match is None or match[2].lower() not in units:
+        reason = f", whose unit is {match[2]!r}" if match is not None and match[2] else ""
         raise ValueError(f"{who} is {text!r}{reason}; expected a number with one of {', '.join(_UNITS)}: '14 GB'.")
-    count = float(found[1]) * units[found[2].lower()]
+    count = float(match[1]) * units[match[2].lower()]
     if not 1 <= count < math.inf:
         raise ValueError(
             f"{who} is {text!r}; expected {'more than zero' if count < 1 else 'a finite number of'} bytes."

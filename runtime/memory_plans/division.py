@@ -153,11 +153,11 @@ def _scaled(g: GraphNeeds, share: float) -> GraphNeeds:
 def _variables_of(graph: Graph, variables: Iterable[Variable]) -> set[Variable]:
     """Variables that calls of a graph read, possibly cast or gathered before."""
     owners = {v.piece: v for v in variables if v.piece is not None}
-    found: dict[Tensor, None] = {}
+    reached: dict[Tensor, None] = {}
     waiting: list[Tensor] = [t for call in graph.call_sites for t in call.inputs]
     while waiting:
         t = waiting.pop()
-        if t not in found:
-            found[t] = None
+        if t not in reached:
+            reached[t] = None
             waiting += t.producer.inputs if t.producer is not None and len(t.producer.inputs) == 1 else ()
-    return {v for t in found if isinstance(v := owners.get(t, t), Variable)}
+    return {v for t in reached if isinstance(v := owners.get(t, t), Variable)}

@@ -178,12 +178,12 @@ class GraphNeeds:
             for path in op.operands if when else ():
                 first[path] = min(first.get(path, when[0]), *when)
                 last[path] = max(last.get(path, 0), *when)
-        found = [
+        candidates = [
             (frozenset(path for path in first if first[path] <= step <= last[path]), own)
             for step, own in enumerate(self.steps)
         ]
         most: list[tuple[frozenset[str], int]] = []
-        for paths, own in sorted(found, key=lambda each: (len(each[0]), each[1]), reverse=True):
+        for paths, own in sorted(candidates, key=lambda each: (len(each[0]), each[1]), reverse=True):
             if not any(paths <= others and own <= more for others, more in most):
                 most.append((paths, own))
         return tuple(most)

@@ -48,10 +48,10 @@ _lock = threading.RLock()  # the caches are shared by threads
 def structure_of(code: tuple[Any, ...]) -> Structure:
     """Interned structure of `code`. Weakly referenced: lives while referenced elsewhere."""
     with _lock:
-        found = _interned.get(code)
-        if found is None:
-            found = _interned[code] = Structure(code)
-    return found
+        interned = _interned.get(code)
+        if interned is None:
+            interned = _interned[code] = Structure(code)
+    return interned
 
 
 def clear_cache() -> None:

@@ -64,9 +64,9 @@ def start_jax() -> None:
 
 def _plugins() -> list[str]:
     """Module names of installed JAX plugins."""
-    found = find_spec("jax_plugins")
+    spec = find_spec("jax_plugins")
     return (
-        [] if found is None else [f"jax_plugins.{each.name}" for each in iter_modules(found.submodule_search_locations)]
+        [] if spec is None else [f"jax_plugins.{each.name}" for each in iter_modules(spec.submodule_search_locations)]
     )
 
 
@@ -134,8 +134,8 @@ def _set(**variables: str) -> None:
 def _described_devices(platform: str, name: str, topology: tuple[tuple[str, Any], ...]) -> tuple[jax.Device, ...]:
     start_jax()  # otherwise JAX would do so before its first compilation, and its plugins write to standard error too
     with _lock, silence_stderr():
-        found = topologies.get_topology_desc(name, platform, **dict(topology))
-        return tuple(sorted(found.devices, key=lambda device: (device.process_index, device.id)))
+        topology_description = topologies.get_topology_desc(name, platform, **dict(topology))
+        return tuple(sorted(topology_description.devices, key=lambda device: (device.process_index, device.id)))
 
 
 def _topology_devices(platform: str, name: str, topology: dict[str, Any]) -> tuple[jax.Device, ...]:

@@ -239,8 +239,8 @@ def cpu_device() -> Device:
 
 def model_device(wanted: DeviceCount = DeviceCount()) -> Device:
     """CPU devices standing in for IPUs."""
-    found = _local_devices("cpu")
-    return Device("ipu_model", found[: wanted.of_available(len(found))], DeviceType.IpuModel, wanted.represented)
+    devices = _local_devices("cpu")
+    return Device("ipu_model", devices[: wanted.of_available(len(devices))], DeviceType.IpuModel, wanted.represented)
 
 
 def hardware_device(wanted: DeviceCount, kind: str | None = None) -> Device:
@@ -251,14 +251,14 @@ def hardware_device(wanted: DeviceCount, kind: str | None = None) -> Device:
     """
     compilers.start_jax()
     try:
-        found = _local_devices(kind)
+        devices = _local_devices(kind)
     except RuntimeError as problem:
         raise RuntimeError(
             f"Session: JAX finds no device of the kind {kind!r}: {str(problem).rstrip('.')}. Install JAX for it, as its"
             ' own pages say; or take "ipu_hw", which is the best device that there is; or name a machine elsewhere, '
             'such as "gpu h100" or "tpu v5e", to compile for it.'
         ) from problem
-    return Device(kind or "ipu_hw", found[: wanted.of_available(len(found))], DeviceType.Ipu, wanted.represented)
+    return Device(kind or "ipu_hw", devices[: wanted.of_available(len(devices))], DeviceType.Ipu, wanted.represented)
 
 
 def offline_device(target: Target, wanted: DeviceCount) -> Device:
@@ -306,16 +306,16 @@ def find_device(description: str | Device | Target, ir: Ir) -> Device:
     warn_if_untested()
     wanted = DeviceCount.for_program(ir)
     if processes.spans_processes(ir):
-        found = _over_processes(description, wanted)
+        device = _over_processes(description, wanted)
     else:
         processes.warn_if_forgotten()
-        found = _resolve_device(description, wanted)
-    if found.type is DeviceType.Cpu and wanted.represented > 1:
+        device = _resolve_device(description, wanted)
+    if device.type is DeviceType.Cpu and wanted.represented > 1:
         raise ValueError(
             f"Session: the program is placed on {wanted.ipus} devices, and 'cpu' is a single one. Use 'ipu_model' or "
             "'ipu_hw'."
         )
-    return found
+    return device
 
 
 def _resolve_device(description: str | Device | Target, wanted: DeviceCount) -> Device:

@@ -55,20 +55,22 @@ def laid(devices: Sequence[jax.Device], dimensions: Sequence[Dimension]) -> list
 
     The replicas of a process stay together, in the order of the processes, as these feed them.
     """
-    found = list(devices)
-    if len(dimensions) < 2 or found[0].platform != "tpu":  # no other says how its devices are wired
-        return found
-    hosts = [list(own) for _, own in groupby(found, lambda device: device.process_index)]
+    ordered = list(devices)
+    if len(dimensions) < 2 or ordered[0].platform != "tpu":  # no other says how its devices are wired
+        return ordered
+    hosts = [list(own) for _, own in groupby(ordered, lambda device: device.process_index)]
     sizes = _within(len(hosts[0]), [dimension.size for dimension in dimensions])
     if sizes is None or len({len(own) for own in hosts}) > 1 or not all(map(_is_box, hosts)):
-        return found
+        return ordered
     quietest_first = sorted(range(len(sizes)), key=lambda i: dimensions[i].bytes)
     mesh = mesh_utils.create_device_mesh([sizes[i] for i in quietest_first], hosts[0], allow_split_physical_axes=True)
     # The same in each host: TPUs refuse groups that do not look alike.
     places = [_host_coordinates(device, hosts[0]) for device in mesh.transpose(np.argsort(quietest_first)).flat]
     at = [{_host_coordinates(device, own): device for device in own} for own in hosts]
     return (
-        [chips[place] for chips in at for place in places] if all(chips.keys() == {*places} for chips in at) else found
+        [chips[place] for chips in at for place in places]
+        if all(chips.keys() == {*places} for chips in at)
+        else ordered
     )
 
 
@@ -80,13 +82,13 @@ def _host_coordinates(device: Any, host: Sequence[Any]) -> tuple[int, ...]:
 
 def _within(count: int, sizes: Sequence[int]) -> list[int] | None:
     """Extent of `count` consecutive replicas along each dimension; `None` unless they form a block."""
-    found = [1] * len(sizes)
+    extents = [1] * len(sizes)
     for i in reversed(range(len(sizes))):
-        found[i] = math.gcd(sizes[i], count)
-        count //= found[i]
-        if found[i] < sizes[i]:
+        extents[i] = math.gcd(sizes[i], count)
+        count //= extents[i]
+        if extents[i] < sizes[i]:
             break
-    return found if count == 1 else None
+    return extents if count == 1 else None
 
 
 def _is_box(devices: Sequence[Any]) -> bool:

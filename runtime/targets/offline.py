@@ -61,12 +61,12 @@ class Target:
 
     def __post_init__(self) -> None:
         check_type(self.description, str, "Target: `description`", f"a string such as {FORMS}")
-        found = _DESCRIPTION.fullmatch(self.description.strip())
-        if found is None:
+        match = _DESCRIPTION.fullmatch(self.description.strip())
+        if match is None:
             raise ValueError(
                 f"Target: {self.description!r} describes no machine; expected {FORMS}; or no target, for this machine."
             )
-        if self.figures is not None and found["kind"] == "tpu":
+        if self.figures is not None and match["kind"] == "tpu":
             raise ValueError(f"Target: {self.description!r} are TPUs, whose figures are known; `figures` are of a GPU.")
         self.chip, self.count  # noqa: B018  # what is wrong with them is said now
 
@@ -92,9 +92,9 @@ class Target:
             wanted = "x".join("abc"[: forms[0]]) + ", its chips along each dimension"
         else:
             forms, wanted = [1, 2], "a number, or hosts x GPUs of each,"
-        found = tuple(int(size or 0) for size in text.split("x")) if text else (1,) * forms[0]
-        if len(found) in forms and 0 not in found:
-            return found
+        sizes = tuple(int(size or 0) for size in text.split("x")) if text else (1,) * forms[0]
+        if len(sizes) in forms and 0 not in sizes:
+            return sizes
         raise ValueError(f"Target: in {self.description!r}, expected {wanted} after the colon; got {text!r}.")
 
     @cached_property
@@ -181,9 +181,9 @@ class Target:
 
     def _description_field(self, name: str) -> str:
         """Field `name` of the description; "" if absent."""
-        found = _DESCRIPTION.fullmatch(self.description.strip())
-        assert found is not None
-        return found[name] or ""
+        match = _DESCRIPTION.fullmatch(self.description.strip())
+        assert match is not None
+        return match[name] or ""
 
 
 def is_target(description: str) -> bool:

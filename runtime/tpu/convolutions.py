@@ -37,8 +37,8 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: S
     images = turned.reshape(depth * kernel[-1], batch * last.count, *t.shape[2:-1])
     kernels = jnp.moveaxis(g, (1, -1), (0, 2)).reshape(filters, batch * last.count, *g.shape[2:-1])
     over = [under_places(w, k) for w, k in zip(others, kernel, strict=False)]
-    found = convolutions.convolved.plain(name, images, kernels, over, 1)
-    return jnp.moveaxis(found.reshape(depth, kernel[-1], filters, *kernel[:-1]), (2, 1), (0, -1))
+    gradient = convolutions.convolved.plain(name, images, kernels, over, 1)
+    return jnp.moveaxis(gradient.reshape(depth, kernel[-1], filters, *kernel[:-1]), (2, 1), (0, -1))
 
 
 def _under(t: Any, windows: Windows, place: int) -> Any:

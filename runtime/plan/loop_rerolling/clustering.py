@@ -195,26 +195,26 @@ def is_update(op: Op, signatures: OpSignatures) -> bool:
 
 
 def _followers(ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]]) -> defaultdict[Op, list[Op]]:
-    found: defaultdict[Op, list[Op]] = defaultdict(list)
+    followers: defaultdict[Op, list[Op]] = defaultdict(list)
     for op in ops:
         for needed in needs[op]:
-            found[needed].append(op)
-    return found
+            followers[needed].append(op)
+    return followers
 
 
 def _slots(ops: Sequence[Op], signatures: OpSignatures) -> dict[Op, Slot]:
     """Slots of remote buffers that ops load from or store to, where all numbers of a buffer's slots are constants."""
     overwritten = {root for op in ops for i in op.modified for root in signatures.roots(op.inputs[i])}
-    found: dict[Op, Slot] = {}
+    slots: dict[Op, Slot] = {}
     others: set[object] = set()  # buffers with computed numbers, or used by called graphs
     for op in ops:
         given = (op.inputs[1], without_wait(op.inputs[1])) if op.kind.exchange == "buffer" else ()
         number = signatures.storage(given[-1]) if given else None
         if isinstance(number, Constant) and overwritten.isdisjoint(map(signatures.storage, given)):
-            found[op] = (op.attributes["buffer"], int(number.data.item()))
+            slots[op] = (op.attributes["buffer"], int(number.data.item()))
         else:
             others.update(external_resources(op))
-    return {op: slot for op, slot in found.items() if others.isdisjoint(external_resources(op))}
+    return {op: slot for op, slot in slots.items() if others.isdisjoint(external_resources(op))}
 
 
 def _needs(ops: Sequence[Op], slots: Mapping[Op, Slot], signatures: OpSignatures) -> dict[Op, set[Op]]:

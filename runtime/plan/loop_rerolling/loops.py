@@ -72,20 +72,20 @@ class _Sequence:
 
     def items(self) -> tuple[Item, ...]:
         """Ops and loops, choosing loops greedily: largest saving first, then recursively before and after it."""
-        found: dict[int, tuple[RerolledLoop, int]] = {}
+        loop_at: dict[int, tuple[RerolledLoop, int]] = {}
         waiting = [(0, len(self._ops))]
         while waiting:
             first, end = waiting.pop()
             for start, last, loop in self._candidate_loops(first, end):
-                found[start] = loop, last
+                loop_at[start] = loop, last
                 waiting += [(first, start), (last, end)]
                 break
         items: list[Item] = []
         left: dict[int, list[int]] = defaultdict(list)
         i = 0
         while i < len(self._ops):
-            if i in found:
-                loop, i = found[i]
+            if i in loop_at:
+                loop, i = loop_at[i]
                 items.append(loop)
             else:
                 items.append(self._ops[i])

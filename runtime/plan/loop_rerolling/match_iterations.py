@@ -40,9 +40,9 @@ class _Alignment:
 
     def __init__(self, iterations: Sequence[tuple[Op, ...]], roots: Roots) -> None:
         self._iterations = tuple(iterations)
-        found = [tuple(_storages(ops, roots)) for ops in iterations]
-        self._template = max(range(len(iterations)), key=lambda i: len(set(found[i])))
-        self._by_iteration = _columns(found, self._template)
+        storages_of_iterations = [tuple(_storages(ops, roots)) for ops in iterations]
+        self._template = max(range(len(iterations)), key=lambda i: len(set(storages_of_iterations[i])))
+        self._by_iteration = _columns(storages_of_iterations, self._template)
         template = iterations[self._template]
         self._overwritten = {root for op in template for i in overwritten(op) for root in roots(op.inputs[i])}
         self._results = {t for op in template for t in op.outputs if t in self._by_iteration}

@@ -43,7 +43,7 @@ def periodic_ranges(signatures: Sequence[int], sizes: Sequence[int], first: int,
         [PeriodicRange(first=1, end=8, period=2)]
     """
     total = [0, *accumulate(sizes)]
-    found: defaultdict[int, list[PeriodicRange]] = defaultdict(list)
+    ranges: defaultdict[int, list[PeriodicRange]] = defaultdict(list)
     known: defaultdict[int, set[int]] = defaultdict(set)  # positions in spans, except in their last iterations
     for place, period in _repeats(signatures, sizes, first, end):
         if place not in known[period]:
@@ -52,13 +52,13 @@ def periodic_ranges(signatures: Sequence[int], sizes: Sequence[int], first: int,
                 start -= 1
             while last < end and signatures[last] == signatures[last - period]:
                 last += 1
-            found[period].append(PeriodicRange(start, last, period))
+            ranges[period].append(PeriodicRange(start, last, period))
             known[period].update(range(start, last - period))
 
     def saved(span: PeriodicRange) -> int:
         return (span.repetitions - 1) * (total[span.first + span.period] - total[span.first])
 
-    long_enough = (span for of_period in found.values() for span in of_period if span.repetitions >= FEWEST)
+    long_enough = (span for of_period in ranges.values() for span in of_period if span.repetitions >= FEWEST)
     return sorted(long_enough, key=lambda span: (-saved(span), span.period, span.first))
 
 

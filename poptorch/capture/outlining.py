@@ -55,15 +55,15 @@ def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
     for run in _runs(nodes):
         by_key[outlining_key(nodes[run.start : run.stop])].append(run)
     repeated = [runs for runs in by_key.values() if len(runs) > 1]
-    taken: set[int] = set()
+    covered: set[int] = set()
     chosen: list[list[_OpRange]] = []
     for runs in sorted(repeated, key=lambda runs: -len(runs[0])):
         # A module that does nothing but run another one has the same ops: they are there once.
         different = {run.start: run for run in runs}.values()
-        free = [run for run in different if taken.isdisjoint(range(run.start, run.stop))]
+        free = [run for run in different if covered.isdisjoint(range(run.start, run.stop))]
         if len(free) > 1:
             chosen.append(free)
-            taken.update(i for run in free for i in range(run.start, run.stop))
+            covered.update(i for run in free for i in range(run.start, run.stop))
     return _with_calls(nodes, chosen, {id(value) for value in wanted})
 
 
@@ -87,57 +87,57 @@ def _runs(nodes: Sequence[Node]) -> list[_OpRange]:
 def _keeps_in_larger_region(nodes: Sequence[Node], run: _OpRange) -> bool:
     """Whether a region saves results of a run, and extends beyond it: calls cannot save inner results."""
     own = nodes[run.start : run.stop]
-    beside = [*nodes[max(run.start - 1, 0) : run.start], *nodes[run.stop : run.stop + 1]]
-    around = set(_regions_around(own))
-    return any(node.is_saved for node in own) and any(not around.isdisjoint(node.regions) for node in beside)
+    neighbours = [*nodes[max(run.start - 1, 0) : run.start], *nodes[run.stop : run.stop + 1]]
+    enclosing = set(_regions_around(own))
+    return any(node.is_saved for node in own) and any(not enclosing.isdisjoint(node.regions) for node in neighbours)
 
 
-def outlining_key(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> Hashable:
+def outlining_key(nodes: Sequence[Node], labels: dict[int, Hashable] | None = None) -> Hashable:
     """Key of ops, independent of their inputs: equal for runs that can call one trace.
 
     So it holds all that affects the lowered graph: placement, effects, recomputation regions, and the identity of
     objects that cannot be compared. `Trace.capture_key` disregards these.
 
     Args:
-        known: labels of values from outside, by identity. Labels of results are added.
+        labels: labels of values from outside, by identity. Labels of results are added.
     """
-    known = {} if known is None else known
+    labels = {} if labels is None else labels
     key = []
     depth = len(_regions_around(nodes)) if nodes else 0
     numbers: dict[int, int] = {}
     for number, node in enumerate(nodes):
         leaves, structure = pytree.tree_flatten(node.arguments)
-        given = tuple(_leaf(leaf, known) for leaf in leaves)
+        operands = tuple(_leaf(leaf, labels) for leaf in leaves)
         results = tuple((r.shape, r.dtype) for r in node.results)
-        known |= {id(r): (number, i) for i, r in enumerate(node.results)}
+        labels |= {id(r): (number, i) for i, r in enumerate(node.results)}
         flags = (node.stops, node.has_effect, node.placement, node.is_saved)
         regions = tuple(numbers.setdefault(region, len(numbers)) for region in node.regions[depth:])
-        key.append((node.op, node.overload, str(structure), given, results, flags, regions))
+        key.append((node.op, node.overload, str(structure), operands, results, flags, regions))
     return tuple(key)
 
 
 def _regions_around(nodes: Sequence[Node]) -> tuple[int, ...]:
     """Recomputation regions that enclose all of these ops."""
-    around = nodes[0].regions
+    enclosing = nodes[0].regions
     for node in nodes:
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(around, node.regions, strict=False)))
-        around = around[:same]
-    return around
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(enclosing, node.regions, strict=False)))
+        enclosing = enclosing[:common]
+    return enclosing
 
 
-def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
+def _leaf(leaf: Any, labels: dict[int, Hashable]) -> Hashable:
     if isinstance(leaf, Value):
-        if id(leaf) not in known:
-            known[id(leaf)] = ("from outside", len(known), leaf.shape, leaf.dtype)
-        return known[id(leaf)]
+        if id(leaf) not in labels:
+            labels[id(leaf)] = ("from outside", len(labels), leaf.shape, leaf.dtype)
+        return labels[id(leaf)]
     if isinstance(leaf, Data):
         return (leaf.tensor.dtype, leaf.tensor.shape, to_numpy(leaf.tensor).tobytes())
     if isinstance(leaf, View):
         return repr(leaf)
     if isinstance(leaf, Trace):
-        inside: dict[int, Hashable] = {id(v): (i, v.shape, v.dtype) for i, v in enumerate(leaf.inputs)}
-        key = outlining_key(leaf.nodes, inside)
-        return (tuple(_leaf(v, known) for v in leaf.outer), key, tuple(inside[id(v)] for v in leaf.outputs))
+        inner_labels: dict[int, Hashable] = {id(v): (i, v.shape, v.dtype) for i, v in enumerate(leaf.inputs)}
+        key = outlining_key(leaf.nodes, inner_labels)
+        return (tuple(_leaf(v, labels) for v in leaf.outer), key, tuple(inner_labels[id(v)] for v in leaf.outputs))
     try:
         return (type(leaf), hash(leaf), exact_key(leaf))
     except TypeError:
@@ -150,7 +150,7 @@ def _with_calls(nodes: Sequence[Node], chosen: list[list[_OpRange]], wanted: set
     for runs in chosen:
         template = nodes[runs[0].start : runs[0].stop]
         used = (used_outside(nodes[run.start : run.stop], run.stop, last) for run in runs)
-        returned = sorted({place for places in used for place in places})
+        returned = sorted({result_id for results_of_run in used for result_id in results_of_run})
         outputs = [template[i].results[k] for i, k in returned]
         inputs = external_inputs(template)
         names = [value.name.removeprefix(f"{runs[0].path}.") for value in inputs]

@@ -48,10 +48,10 @@ class PreservedFunction:
         """Named arguments, including defaults; `None` if the function is not preserved with these arguments."""
         bound = self.signature(function).bind(*args, **kwargs)
         bound.apply_defaults()
-        given = dict(bound.arguments)
-        if isinstance(reduction := given.get("reduction"), int):  # the losses of `torch` itself count them
-            given["reduction"] = ("none", "mean", "sum")[reduction]
-        return given if self.applies(given) else None
+        named = dict(bound.arguments)
+        if isinstance(reduction := named.get("reduction"), int):  # the losses of `torch` itself count them
+            named["reduction"] = ("none", "mean", "sum")[reduction]
+        return named if self.applies(named) else None
 
 
 @cache
@@ -81,14 +81,14 @@ def _named(names: str, *owners: Any) -> tuple[Callable[..., Any], ...]:
     return tuple(getattr(owner, name) for owner, name in pairs if len(owners) == 1 or hasattr(owner, name))
 
 
-def _has_dim(given: Mapping[str, Any]) -> bool:
-    return given["dim"] is not None
+def _has_dim(arguments: Mapping[str, Any]) -> bool:
+    return arguments["dim"] is not None
 
 
-def _statistics(given: Mapping[str, Any]) -> list[torch.Tensor]:
+def _statistics(arguments: Mapping[str, Any]) -> list[torch.Tensor]:
     """Running statistics that a norm overwrites in training mode."""
-    learns = given["training"] if "training" in given else given["use_input_stats"]
-    return [t for t in (given["running_mean"], given["running_var"]) if learns and t is not None]
+    learns = arguments["training"] if "training" in arguments else arguments["use_input_stats"]
+    return [t for t in (arguments["running_mean"], arguments["running_var"]) if learns and t is not None]
 
 
 _LOSSES = _named(
@@ -165,9 +165,9 @@ _RECURRENT = _named("lstm gru rnn_tanh rnn_relu", torch)
 _CELLS = _named("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", torch)
 
 
-def _with_rows(given: Mapping[str, Any]) -> bool:
+def _with_rows(arguments: Mapping[str, Any]) -> bool:
     """Whether a recurrent layer received a plain tensor rather than a packed sequence."""
-    return isinstance(given["has_biases"], bool)
+    return isinstance(arguments["has_biases"], bool)
 
 
 def _shaped_as_recurrent(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -176,16 +176,18 @@ def _strided(base: TensorLayout, seen: TensorLayout) -> View | None:
     if 0 not in seen.shape:
         blocks = _blocks(base)
         begin = _steps(seen.offset - base.offset, blocks)
-        ways = [_steps(step if size > 1 else 0, blocks) for size, step in zip(seen.shape, stride, strict=True)]
+        steps_of_dims = [_steps(step if size > 1 else 0, blocks) for size, step in zip(seen.shape, stride, strict=True)]
         ends = [
-            first + sum((size - 1) * way[i] for size, way in zip(seen.shape, ways, strict=True))
+            first + sum((size - 1) * steps[i] for size, steps in zip(seen.shape, steps_of_dims, strict=True))
             for i, first in enumerate(begin)
         ]
         if any(first < 0 or end >= count for first, end, (count, _, _) in zip(begin, ends, blocks, strict=True)):
             return None
-        offset, *stride = (sum(n * b[2] for n, b in zip(way, blocks, strict=True)) for way in (begin, *ways))
-    place = {"size": seen.shape, "stride": tuple(stride), "storage_offset": offset}
-    return replace(_view("as_strided", place, seen.shape, seen.dtype), repeats=seen.overlaps)
+        offset, *stride = (
+            sum(n * b[2] for n, b in zip(steps, blocks, strict=True)) for steps in (begin, *steps_of_dims)
+        )
+    settings = {"size": seen.shape, "stride": tuple(stride), "storage_offset": offset}
+    return replace(_view("as_strided", settings, seen.shape, seen.dtype), repeats=seen.overlaps)
 
 
 def _blocks(base: TensorLayout) -> list[tuple[int, int, int]]:

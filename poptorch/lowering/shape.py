@@ -116,8 +116,8 @@ def narrow(input: popxl.Tensor, dim: int, start: int, length: int) -> popxl.Tens
 @lowers(*_view("split", "split_with_sizes", "unbind"), "aten.unsafe_split", "aten.unsafe_split_with_sizes")
 def split(input: popxl.Tensor, dim: int = 0, **sizes: Any) -> list[popxl.Tensor]:
     axis = axis_of(input, dim)
-    parts = [spec.shape[axis] if len(spec.shape) == len(input.shape) else 1 for spec in emission().wanted]
-    return [_slice_axis(input, axis, end - size, end) for size, end in zip(parts, accumulate(parts), strict=True)]
+    lengths = [spec.shape[axis] if len(spec.shape) == len(input.shape) else 1 for spec in emission().wanted]
+    return [_slice_axis(input, axis, end - size, end) for size, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
 @jax_op(*_view("diagonal"))
@@ -132,8 +132,8 @@ def unfold(input: Any, *, dimension: int, size: int, step: int) -> Any:
     axis = dimension % lines.ndim
     count = (lines.shape[axis] - size) // step + 1
     if size == step:  # windows side by side: no lookup needed
-        side_by_side = lax.slice_in_dim(lines, 0, count * size, axis=axis)
-        windows = side_by_side.reshape(*lines.shape[:axis], count, size, *lines.shape[axis + 1 :])
+        covered = lax.slice_in_dim(lines, 0, count * size, axis=axis)
+        windows = covered.reshape(*lines.shape[:axis], count, size, *lines.shape[axis + 1 :])
     else:
         windows = jnp.take(lines, jnp.arange(count)[:, None] * step + jnp.arange(size), axis=axis)
     return jnp.moveaxis(windows, axis + 1, -1).astype(input.dtype)
@@ -200,20 +200,20 @@ def _write_one_view(
 ) -> popxl.Tensor:
     if content.nelms == 0:
         return ops.identity(base)
-    given = {"self" if name == "input" else name: value for name, value in arguments.items()}
+    torch_arguments = {"self" if name == "input" else name: value for name, value in arguments.items()}
     function = getattr(getattr(torch.ops.aten, op.removeprefix("aten.")), overload)
-    seen = pytree.tree_leaves(function(**given | {"self": torch.empty(base.shape, device="meta")}))[result]
-    order = _order(seen.shape, seen.stride(), base.nelms)
+    view = pytree.tree_leaves(function(**torch_arguments | {"self": torch.empty(base.shape, device="meta")}))[result]
+    order = _order(view.shape, view.stride(), base.nelms)
     if order is not None:
         return ops.reshape(ops.transpose(content, order) if order != sorted(order) else content, base.shape)
     if op not in _PARTS:
-        return strided_update(base, content, stride=seen.stride(), offset=seen.storage_offset())
+        return strided_update(base, content, stride=view.stride(), offset=view.storage_offset())
     axis = axis_of(base, arguments.get("dim", 0))
     row = prod(base.shape[axis + 1 :])
-    is_whole = len(seen.shape) == len(base.shape)
-    block = content if is_whole else ops.reshape(content, (*base.shape[:axis], 1, *base.shape[axis + 1 :]))
-    step = seen.stride(axis) // row if is_whole else 1
-    return slice_update(base, block, axis=axis, start=seen.storage_offset() // row, step=step)
+    keeps_rank = len(view.shape) == len(base.shape)
+    block = content if keeps_rank else ops.reshape(content, (*base.shape[:axis], 1, *base.shape[axis + 1 :]))
+    step = view.stride(axis) // row if keeps_rank else 1
+    return slice_update(base, block, axis=axis, start=view.storage_offset() // row, step=step)
 
 
 @jax_op(title="SliceUpdate")
@@ -223,10 +223,10 @@ def slice_update(base: Any, content: Any, *, axis: int, start: int, step: int) -
     size, count = base.shape[axis], content.shape[axis]
     padding = [(0, 0, 0)] * base.ndim
     padding[axis] = (start, size - start - (count - 1) * step - 1, step - 1)
-    place = jnp.arange(size) - start
-    is_written = (place >= 0) & (place < count * step) & (place % step == 0)
+    steps = jnp.arange(size) - start
+    mask = (steps >= 0) & (steps < count * step) & (steps % step == 0)
     return jnp.where(
-        jnp.expand_dims(is_written, range(1, base.ndim - axis)),
+        jnp.expand_dims(mask, range(1, base.ndim - axis)),
         lax.pad(content, jnp.zeros((), base.dtype), padding),
         base,
     )
@@ -234,11 +234,11 @@ def slice_update(base: Any, content: Any, *, axis: int, start: int, step: int) -
 
 @jax_op(title="StridedUpdate")
 def strided_update(base: Any, content: Any, *, stride: tuple[int, ...], offset: int) -> Any:
-    places = _view_offsets(content.shape, stride, offset)
+    positions = _view_offsets(content.shape, stride, offset)
     if overlaps(content.shape, stride):
-        last, places = written_last(content.shape, stride)
-        places, content = places + offset, content.reshape(-1)[last]
-    return base.reshape(-1).at[places].set(content, unique_indices=True).reshape(base.shape)
+        last, positions = written_last(content.shape, stride)
+        positions, content = positions + offset, content.reshape(-1)[last]
+    return base.reshape(-1).at[positions].set(content, unique_indices=True).reshape(base.shape)
 
 
 def _updates(op: str, overload: str) -> None:
@@ -257,8 +257,8 @@ for _op, _overload in {"slice": "Tensor", "select": "int", "diagonal": "default"
 
 @lowers("aten.cat")
 def cat(tensors: Sequence[popxl.Tensor], dim: int = 0) -> popxl.Tensor:
-    filled = [t for t in tensors if t.shape != (0,)] or tensors  # PyTorch accepts these next to any shape
-    return ops.concat(promoted(*filled), axis_of(filled[0], dim))
+    nonempty = [t for t in tensors if t.shape != (0,)] or tensors  # PyTorch accepts these next to any shape
+    return ops.concat(promoted(*nonempty), axis_of(nonempty[0], dim))
 
 
 @lowers("aten.stack")
@@ -274,8 +274,8 @@ repeat = jax_op("aten.repeat", title="Tile")(round_once(lambda input, *, repeats
 
 @lowers("torch.combinations")
 def combinations_(input: popxl.Tensor, r: int = 2, with_replacement: bool = False) -> popxl.Tensor:
-    which = (combinations_with_replacement if with_replacement else combinations)(range(input.shape[0]), r)
-    return ops.gather(input, popxl.constant(np.array(list(which), np.int32)))
+    chosen = (combinations_with_replacement if with_replacement else combinations)(range(input.shape[0]), r)
+    return ops.gather(input, popxl.constant(np.array(list(chosen), np.int32)))
 
 
 # Order ----------------------------------------------------------------------------------------------------------------

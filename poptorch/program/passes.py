@@ -157,21 +157,21 @@ class Passes:
 
     def _copy_forward(self, graph: popxl.Graph, leaving: Collection[popxl.Tensor]) -> None:
         copy = graph.ir.create_empty_graph(graph.name.partition("_subgraph")[0])
-        made = _Pass(copy, {})
+        forward = _Pass(copy, {})
         phases = self._phases
         transfers = Transfers(
-            fetched={t: self._fetch(made, weight) for t, weight in self._weights.items()},
+            fetched={t: self._fetch(forward, weight) for t, weight in self._weights.items()},
             fetch_group=lambda op, t: [w for w in self._weights if phases.by_op.get(op) in self._readers[w]] or (t,),
             period=(phases.by_op if phases.liveness is Liveness.OffChipAfterEachPhase else {}).get,
             offloaded=dict.fromkeys(leaving, ops.offload),
         )
-        _, of = copy_graph(graph, transfers, copy)
-        made.needs.update((of[t], t) for t in graph.inputs if t not in self._weights)
+        _, copied = copy_graph(graph, transfers, copy)
+        forward.needs.update((copied[t], t) for t in graph.inputs if t not in self._weights)
         for t in self._weights:
             if self._stays(t):
-                copy.add_output(of[t])
+                copy.add_output(copied[t])
                 self._results.append(t)
-        self._forward = made
+        self._forward = forward
         graph.ir.remove_graph(graph)
 
     def _copy_backward(
@@ -183,14 +183,14 @@ class Passes:
     ) -> None:
         copy = graph.ir.create_gradient_graph(self._forward.graph)
         copy.gradient_of = self._forward.graph
-        made = _Pass(copy, {})
+        backward = _Pass(copy, {})
         fetched: dict[popxl.Tensor, Callable[[popxl.Tensor | None], popxl.Tensor]] = {}
         weights: dict[popxl.Tensor, popxl.Tensor] = {}  # inputs of the gradient graph, by those of the model
         for t, of_model in read.items():
             if of_model in self._weights and not self._stays(of_model):
-                fetched[t], weights[of_model] = self._fetch(made, self._weights[of_model]), t
+                fetched[t], weights[of_model] = self._fetch(backward, self._weights[of_model]), t
             elif of_model in leaving:
-                fetched[t] = _reload(made, of_model)
+                fetched[t] = _reload(backward, of_model)
         last = {weights[t]: max(self._readers[t], default=-1) for t in weights}
 
         def phase_weights(op: Op, t: popxl.Tensor) -> Iterable[popxl.Tensor]:
@@ -201,15 +201,15 @@ class Passes:
         def accumulate(t: popxl.Tensor) -> Callable[[popxl.Tensor], popxl.Tensor]:
             def take(gradient: popxl.Tensor) -> popxl.Tensor:
                 for each in accumulated[t]:
-                    each(gradient, made.input_named)
+                    each(gradient, backward.input_named)
                 return gradient
 
             return take
 
         leaves = {t: accumulate(t) for t in accumulated}
-        _, of = copy_graph(graph, Transfers(fetched, phase_weights, offloaded=leaves), copy)
-        made.needs.update((of[t], read.get(t, START)) for t in graph.inputs if t not in fetched)
-        self._backward = made
+        _, copied = copy_graph(graph, Transfers(fetched, phase_weights, offloaded=leaves), copy)
+        backward.needs.update((copied[t], read.get(t, START)) for t in graph.inputs if t not in fetched)
+        self._backward = backward
         graph.ir.remove_graph(graph)
 
     def _fetch(self, made: _Pass, weight: Weight) -> Callable[[popxl.Tensor | None], popxl.Tensor]:

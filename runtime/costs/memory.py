@@ -24,23 +24,23 @@ from runtime.program.layout import Layout
 def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
     """Memory required by a compiled program. See `Session.memory`."""
     layout = program.layout
-    parts = {ipu: _of_ipu(ir, program, ipu) for ipu in layout.own_ipus}
-    ipus = {device: ipu for ipu in parts for device in layout.compile_options[ipu].replicas.devices}
+    memories = {ipu: _of_ipu(ir, program, ipu) for ipu in layout.own_ipus}
+    ipus = {device: ipu for ipu in memories for device in layout.compile_options[ipu].replicas.devices}
     devices = tuple(
-        parts[ipus[device]].model_copy(update={"name": str(device)}) for device in layout.devices if device in ipus
+        memories[ipus[device]].model_copy(update={"name": str(device)}) for device in layout.devices if device in ipus
     )
-    fullest = max(parts, key=lambda ipu: parts[ipu].device)
+    fullest = max(memories, key=lambda ipu: memories[ipu].device)
     moments, tensors = _steps(ir, program, fullest)
     buffers = sum(bytes for bytes, is_on_host in layout.bytes_of_buffers().values() if is_on_host)
     analyses = [executable.memory_analysis() for executable in program.executables()]
     return Memory(
-        **parts[fullest].model_dump(exclude={"name", "device"}),
+        **memories[fullest].model_dump(exclude={"name", "device"}),
         name=f"{ir!r}, on each device" if len(layout.devices) > 1 else repr(ir),
         source="pieces" if isinstance(program.executable, Plan) else "program",
         devices=devices,
         buffers_on_host=buffers,
         variables_on_host=variables_on_host(ir.main_graph),
-        temporaries_on_host=max(found.host_temp_size_in_bytes for found in analyses),
+        temporaries_on_host=max(analysis.host_temp_size_in_bytes for analysis in analyses),
         budget=ir.options.memoryBudget,
         moments=moments,
         tensors=tensors,
@@ -56,12 +56,12 @@ def least_memory_of(layout: Layout) -> int:
 def _arguments(layout: Layout, ipu: int) -> tuple[int, int, int]:
     """Bytes of variables, remote buffers and feeds on an IPU's device."""
 
-    def is_on_ipu(thing: Any) -> bool:
-        return layout.ipu_of(thing) in (None, ipu)
+    def is_on_ipu(channel: Any) -> bool:
+        return layout.ipu_of(channel) in (None, ipu)
 
-    held, buffers, streams = layout.bytes_of_variables(), layout.bytes_of_buffers(), layout.bytes_of_streams()
+    variables, buffers, streams = layout.bytes_of_variables(), layout.bytes_of_buffers(), layout.bytes_of_streams()
     return (
-        sum(bytes for v, (bytes, _) in held.items() if is_on_ipu(v)),
+        sum(bytes for v, (bytes, _) in variables.items() if is_on_ipu(v)),
         sum(bytes for b, (bytes, is_on_host) in buffers.items() if is_on_ipu(b) and not is_on_host),
         sum(streams[s] for s in layout.inputs if is_on_ipu(s)),
     )
@@ -87,7 +87,7 @@ def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
         outputs=sum(streams[s] for s in layout.outputs if layout.ipu_of(s) in (None, ipu)),
         constants=sum(map(size_in_bytes, constants_of(ir.main_graph))),
         temporaries=temporaries,
-        code=sum(found.memory_analysis().generated_code_size_in_bytes for found in executables) or None,
+        code=sum(executable.memory_analysis().generated_code_size_in_bytes for executable in executables) or None,
     )
 
 
@@ -95,21 +95,23 @@ def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ..
     """Steps on an IPU's device, and values live between these steps."""
     if not isinstance(program.executable, Plan):
         copies = program.layout.replicas.per_device
-        found = steps_of(ir.main_graph, lambda t: copies * size_in_bytes(t))
-        return tuple(found.moments), tuple(found.tensors)
+        steps = steps_of(ir.main_graph, lambda t: copies * size_in_bytes(t))
+        return tuple(steps.moments), tuple(steps.tensors)
     curve, lives = program.executable.curve()
-    there = [i for i, (segment, *_) in enumerate(curve) if segment.ipu == ipu]
+    own_steps = [i for i, (segment, *_) in enumerate(curve) if segment.ipu == ipu]
     moments = (
-        Moment(name=segment.name, held=held, inside=inside) for segment, held, inside in curve if segment.ipu == ipu
+        Moment(name=segment.name, held=resident, inside=temporary)
+        for segment, resident, temporary in curve
+        if segment.ipu == ipu
     )
     tensors = (
         LiveTensor(
             name=f"{t.path}: {brief(t)}",
             bytes=bytes,
-            first=bisect_right(there, first) - 1,
-            last=bisect_right(there, last) - 1,
+            first=bisect_right(own_steps, first) - 1,
+            last=bisect_right(own_steps, last) - 1,
         )
-        for t, place, bytes, first, last in lives
-        if place == ipu
+        for t, home, bytes, first, last in lives
+        if home == ipu
     )
     return tuple(moments), tuple(tensors)

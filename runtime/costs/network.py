@@ -61,17 +61,17 @@ def spans_of(chip: Chip, members: Sequence[Place], chips: Sequence[Place]) -> tu
     first, *outer = chip.levels
     if first.ring is not None:
         return _on_torus(first, outer, members, chips)
-    units = [place[0] for place in members]
+    units = [position[0] for position in members]
     link_spans = []
     for link in chip.levels:
-        above = units if link.chips is None else [place[0] // link.chips for place in members]
-        joined = (
+        above = units if link.chips is None else [position[0] // link.chips for position in members]
+        count = (
             len({*units})
             if link.chips is None
             else max(len({u for u, a in zip(units, above, strict=True) if a == unit}) for unit in {*above})
         )
-        if joined > 1:
-            link_spans.append(LinkSpan(link, joined))
+        if count > 1:
+            link_spans.append(LinkSpan(link, count))
         units = above
         if link.chips is None:
             break
@@ -82,17 +82,18 @@ def _on_torus(
     link: Link, outer: Sequence[Link], members: Sequence[Place], chips: Sequence[Place]
 ) -> tuple[LinkSpan, ...]:
     assert link.ring is not None
-    slices = len({place[-1] for place in members})
-    along = [{place[d] for place in members} for d in range(len(members[0]) - 1)]
-    whole = [{place[d] for place in chips} for d in range(len(members[0]) - 1)]
+    slices = len({position[-1] for position in members})
+    along = [{position[d] for position in members} for d in range(len(members[0]) - 1)]
+    all_extents = [{position[d] for position in chips} for d in range(len(members[0]) - 1)]
     # In a cube, optical switches close either all dimensions or none; in a plane, each dimension separately.
-    cube = len(whole) == 2 or all(len(each) % link.ring == 0 for each in whole)
+    cube = len(all_extents) == 2 or all(len(each) % link.ring == 0 for each in all_extents)
     extents = tuple(len(each) for each in along)
     closed = tuple(
-        cube and len(own) == len(all_) and len(own) % link.ring == 0 for own, all_ in zip(along, whole, strict=True)
+        cube and len(own) == len(available) and len(own) % link.ring == 0
+        for own, available in zip(along, all_extents, strict=True)
     )
-    inside = math.ceil(len(members) / slices)
-    link_spans = [LinkSpan(link, inside, extents, closed)] if inside > 1 else []
+    per_slice = math.ceil(len(members) / slices)
+    link_spans = [LinkSpan(link, per_slice, extents, closed)] if per_slice > 1 else []
     return tuple(link_spans) + ((LinkSpan(outer[0], slices),) if slices > 1 and outer else ())
 
 
@@ -136,10 +137,10 @@ def _all_reduce(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> tuple[f
     inner, *outer = spans
     if not outer:
         ring, name = _gather(chip, nbytes, spans)
-        ways: list[tuple[float, str]] = [(2 * ring, name)]
+        candidates: list[tuple[float, str]] = [(2 * ring, name)]
         if not inner.extents:
-            ways.append((2 * _tree(chip, nbytes, inner), "tree"))
-        return min(ways)
+            candidates.append((2 * _tree(chip, nbytes, inner), "tree"))
+        return min(candidates)
     within, name = _gather(chip, nbytes, [inner])
     between, above = _all_reduce(chip, nbytes / inner.size, outer)
     return 2 * within + between, f"{name}, {above}"
@@ -149,8 +150,8 @@ def _gather(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> tuple[float
     """Time of an all-gather or a reduce-scatter, its reverse."""
     total, names = 0.0, []
     for span in spans:
-        part = (span.size - 1) / span.size * nbytes
-        total += _steps(span) * span.link.latency + part / _inward(chip, span)
+        received = (span.size - 1) / span.size * nbytes
+        total += _steps(span) * span.link.latency + received / _inward(chip, span)
         names.append("torus" if span.extents else "ring")
         nbytes /= span.size
     return total, ", ".join(names)
@@ -166,14 +167,14 @@ def _all_to_all(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> float:
     """Time of an all-to-all: transfers over all levels are simultaneous."""
     count, beyond, times = math.prod(span.size for span in spans), 1, []
     for span in spans:
-        own = beyond
+        within = beyond
         beyond *= span.size
-        sent, rate = nbytes * (beyond - own) / count, _wire(chip, span)
+        crossing, rate = nbytes * (beyond - within) / count, _wire(chip, span)
         if span.extents:  # half of everything crosses the middle of the longest dimension
             longest = max(span.extents)
-            sent *= longest
+            crossing *= longest
             rate *= 8 if span.closed[span.extents.index(longest)] else 4
-        times.append(_steps(span) * span.link.latency + sent / rate)
+        times.append(_steps(span) * span.link.latency + crossing / rate)
     return max(times)
 
 

@@ -56,17 +56,17 @@ class Sliding(tuple[Windows, ...]):
         zeros = [(w.begin, w.end, w.spread - 1) for w in self]
         return lax.pad(jnp.moveaxis(t, 0, -1), jnp.zeros((), t.dtype), [(0, 0, 0), *zeros, (0, 0, 0)])
 
-    def under(self, t: Any, axis: int, place: int) -> Any:
+    def under(self, t: Any, axis: int, position: int) -> Any:
         """Slice a padded input along one spatial axis: elements under a kernel position, for all windows."""
         w = self[axis]
-        begin = place * w.dilation
+        begin = position * w.dilation
         end = begin + w.stride * (w.count - 1) + 1
         return lax.slice_in_dim(t, begin, end, w.stride, t.ndim - 1 - len(self) + axis)
 
-    def all_under(self, t: Any, places: Sequence[int]) -> Any:
+    def all_under(self, t: Any, positions: Sequence[int]) -> Any:
         """Slice the first spatial axes, one position each; see `under`."""
-        for axis, place in enumerate(places):
-            t = self.under(t, axis, place)
+        for axis, position in enumerate(positions):
+            t = self.under(t, axis, position)
         return t
 
 
@@ -76,26 +76,28 @@ def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups
     check(name, t, weight, counts)
     t, weight = widened_pair(t, weight)
     plain = partial(by_xla, windows=windows, groups=groups)
-    places = math.prod(weight.shape[2:])
+    positions = math.prod(weight.shape[2:])
     if _is_little(t, weight.shape, counts):
         return plain(t, weight)
     sliding = Sliding(windows)
-    if weight.shape[1] * places <= (FEW_TERMS if groups == 1 else FEW_TERMS_OF_GROUPS):
-        form = _by_elements
+    if weight.shape[1] * positions <= (FEW_TERMS if groups == 1 else FEW_TERMS_OF_GROUPS):
+        kernel_function = _by_elements
     elif (
         groups == 1
-        and places <= FEW_PLACES
+        and positions <= FEW_PLACES
         and min(weight.shape[:2]) <= FEW_CHANNELS
         and max(weight.shape[:2]) <= MANY_CHANNELS
         and len(t) * len(weight) * math.prod(counts) <= FEW_SUMS
         and sliding.rows_used() >= 1 / 2
     ):
-        form = _by_rows
+        kernel_function = _by_rows
     else:
         return plain(t, weight)
 
     def on_cpu(t: Any, weight: Any) -> Any:
-        return _batch_first(noinline(partial(form, sliding=sliding, groups=groups))(sliding.padded(t), weight))
+        return _batch_first(
+            noinline(partial(kernel_function, sliding=sliding, groups=groups))(sliding.padded(t), weight)
+        )
 
     return if_platform_cpu(on_cpu, plain)(t, weight)
 
@@ -114,28 +116,28 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
 
         def all_positions(t: Any, weight: Any) -> Any:
             """Product of one matrix for all kernel positions; results are added at their positions."""
-            put = jnp.tensordot(weight, t, (0, 0))
-            zero = jnp.zeros((), put.dtype)
+            products = jnp.tensordot(weight, t, (0, 0))
+            zero = jnp.zeros((), products.dtype)
 
-            def moved(places: tuple[int, ...]) -> Any:
-                befores = [place * w.dilation - w.begin for place, w in zip(places, windows, strict=True)]
+            def moved(positions: tuple[int, ...]) -> Any:
+                befores = [position * w.dilation - w.begin for position, w in zip(positions, windows, strict=True)]
                 zeros = [(b, total - b, w.stride - 1) for b, total, w in zip(befores, totals, windows, strict=True)]
-                return lax.pad(put[:, *places], zero, [(0, 0, 0), *zeros, (0, 0, 0)])
+                return lax.pad(products[:, *positions], zero, [(0, 0, 0), *zeros, (0, 0, 0)])
 
-            return sum(moved(places) for places in _kernel_positions(kernel))
+            return sum(moved(positions) for positions in _kernel_positions(kernel))
 
         return _batch_first(noinline(all_positions)(jnp.moveaxis(t, 0, -1), weight))
 
-    places = math.prod(kernel)
-    put = depth * places * len(t) * math.prod(t.shape[2:])
+    positions = math.prod(kernel)
+    products = depth * positions * len(t) * math.prod(t.shape[2:])
     if (
         groups == 1
         and not _is_little(t, weight.shape, t.shape[2:])
         and depth <= FEW_CHANNELS
-        and depth * places < kernel[-1] * (channels + depth) * math.prod(w.stride for w in windows)  # cheaper
-        and channels * places > FEW_TERMS
-        and places <= FEW_PLACES
-        and put <= FEW_PUT
+        and depth * positions < kernel[-1] * (channels + depth) * math.prod(w.stride for w in windows)  # cheaper
+        and channels * positions > FEW_TERMS
+        and positions <= FEW_PLACES
+        and products <= FEW_PUT
     ):
         return if_platform_cpu(by_position, plain)(t, weight)
     return plain(t, weight)
@@ -184,9 +186,9 @@ def _by_elements(x: Any, weight: Any, sliding: Sliding, groups: int) -> Any:
     x = x.reshape(groups, 1, depth, *x.shape[1:])
     w = weight.reshape(groups, filters // groups, depth, *kernel, *(1,) * (len(kernel) + 1))
     total = sum(
-        w[:, :, channel, *places] * sliding.all_under(x[:, :, channel], places)
+        w[:, :, channel, *position] * sliding.all_under(x[:, :, channel], position)
         for channel in range(depth)
-        for places in _kernel_positions(kernel)
+        for position in _kernel_positions(kernel)
     )
     return total.reshape(filters, *total.shape[2:])
 
@@ -195,10 +197,10 @@ def _by_rows(x: Any, weight: Any, sliding: Sliding, groups: int) -> Any:
     """One matrix product: gather inputs under a kernel row, multiply by all kernel rows."""
     filters, _, *kernel = weight.shape
     last = len(kernel) - 1
-    under = jnp.concatenate([sliding.under(x, last, place) for place in range(kernel[last])])
+    under = jnp.concatenate([sliding.under(x, last, column) for column in range(kernel[last])])
     rows = jnp.moveaxis(weight, (0, 1), (last, -1)).reshape(-1, len(under))
     products = lax.dot(rows, under.reshape(len(under), -1)).reshape(*kernel[:last], filters, *under.shape[1:])
-    return sum(sliding.all_under(products[places], places) for places in _kernel_positions(kernel[:last]))
+    return sum(sliding.all_under(products[position], position) for position in _kernel_positions(kernel[:last]))
 
 
 def _gradient_by_position(g: Any, x: Any, kernel: Sequence[int], sliding: Sliding) -> Any:
@@ -208,10 +210,10 @@ def _gradient_by_position(g: Any, x: Any, kernel: Sequence[int], sliding: Slidin
     """
     rows = g.reshape(len(x), -1, *g.shape[1:])
     sums = []
-    for places in _kernel_positions(kernel):
-        products, together = rows * sliding.all_under(x[:, None], places), 1
-        while together < 8 and products.shape[2] % 2 == 0:
+    for position in _kernel_positions(kernel):
+        products, halvings = rows * sliding.all_under(x[:, None], position), 1
+        while halvings < 8 and products.shape[2] % 2 == 0:
             middle = products.shape[2] // 2
-            products, together = products[:, :, :middle] + products[:, :, middle:], 2 * together
+            products, halvings = products[:, :, :middle] + products[:, :, middle:], 2 * halvings
         sums.append(products.sum(range(2, products.ndim)))
     return jnp.stack(sums, -1).reshape(len(g), 1, *kernel)

@@ -143,40 +143,44 @@ class PlanBuilder:
 
     def _subplans(self, op: Op, stacks: Sequence[Tensor]) -> Iterator[SubPlan]:
         """Graphs of a host-executed op: one for calls and loops, two for conditionals."""
-        kept = tuple((stack, stack) for stack in stacks)
+        stacked = tuple((stack, stack) for stack in stacks)
         for run in op.runs:
-            given = tuple((t.origin, inner) for t, inner in zip(run.operands, run.inputs, strict=False))
-            fixed = {inner: t for t, inner in given if isinstance(t, Constant) and self._is_immutable(t)}
+            arguments = tuple((t.origin, inner) for t, inner in zip(run.operands, run.inputs, strict=False))
+            fixed = {inner: t for t, inner in arguments if isinstance(t, Constant) and self._is_immutable(t)}
             returned = tuple((result, t.origin) for result, t in run.results)
-            written = tuple(given[i] for i in sorted(op.modified))
-            again = {inner: inner for _, inner in (*given, *kept)}
-            again |= zip(run.inputs, (inner for _, inner in returned[: run.carried]), strict=False)
-            yield SubPlan(run.graph, (*given, *kept), fixed, (*returned, *written, *kept), again)
+            modified = tuple(arguments[i] for i in sorted(op.modified))
+            carried = {inner: inner for _, inner in (*arguments, *stacked)}
+            carried |= zip(run.inputs, (inner for _, inner in returned[: run.carried]), strict=False)
+            yield SubPlan(run.graph, (*arguments, *stacked), fixed, (*returned, *modified, *stacked), carried)
 
     def _segment(self, ops: Sequence[Op]) -> Segment:
         encoding = self._segmentation.encoded(ops, self._built.changed)
-        made = dict.fromkeys(t for op in ops for t in op.outputs if t.origin is t)
-        made |= dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._storages[op.inputs[i]])
+        results = dict.fromkeys(t for op in ops for t in op.outputs if t.origin is t)
+        results |= dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._storages[op.inputs[i]])
         ipu = self._ipu_of(ops[0])
         reads = tuple(t for t in encoding.roots if not self._is_immutable(t))
         size = self._segmentation.size(ops)
-        return Segment(reads, tuple(made), ipu=ipu, ops=tuple(ops), size=size, encoding=encoding)
+        return Segment(reads, tuple(results), ipu=ipu, ops=tuple(ops), size=size, encoding=encoding)
 
     def _find_last_uses(self) -> None:
         """Determine each step's results, and its last uses of storages.
 
         All segments of a structure return the results needed from any of them, so they share one executable.
         """
-        asked: dict[Structure, set[int]] = defaultdict(set)
+        needed_results: dict[Structure, set[int]] = defaultdict(set)
         used = ((step.reads, {*step.makes}.difference(step.reads)) for step in self._built.steps)
         ends = {(t, each.last) for t, ranges in live_ranges(used, self._live_out).items() for each in ranges}
         for i, step in enumerate(self._built.steps):
             if isinstance(step, Segment):
-                asked[step.op_structure].update(step.encoding.numbers[t] for t in step.makes if (t, i) not in ends)
+                needed_results[step.op_structure].update(
+                    step.encoding.numbers[t] for t in step.makes if (t, i) not in ends
+                )
             step.frees = tuple(dict.fromkeys(t for t in (*step.reads, *step.makes) if (t, i) in ends))
         for step in self._built.steps:
             if isinstance(step, Segment):  # host control flow makes all results
-                step.makes = tuple(t for t in step.makes if step.encoding.numbers[t] in asked[step.op_structure])
+                step.makes = tuple(
+                    t for t in step.makes if step.encoding.numbers[t] in needed_results[step.op_structure]
+                )
                 step.frees = tuple(t for t in step.frees if t in step.reads or t in step.makes)
 
     def _merge_repeated(self) -> Iterator[Segment | HostControlFlow]:
@@ -236,9 +240,9 @@ class PlanBuilder:
             self._built.nesting = max(self._built.nesting, 1 + subplan.plan.nesting)
         ends: dict[Tensor, int] = {}
         for subplan in step.subplans:
-            left = {t: subplan.plan.final_ipus[inner] for t, inner in subplan.results}
-            ends = left | ends
-            subplan.final_copies = tuple((t, ends[t]) for t in left if left[t] != ends[t])
+            final_ipus = {t: subplan.plan.final_ipus[inner] for t, inner in subplan.results}
+            ends = final_ipus | ends
+            subplan.final_copies = tuple((t, ends[t]) for t in final_ipus if final_ipus[t] != ends[t])
         self._record_results(step, ends)
 
     def _plan_subgraph(self, step: HostControlFlow, subplan: SubPlan, owned_before: set[Tensor]) -> None:
@@ -249,18 +253,20 @@ class PlanBuilder:
         origins = Counter(origin for origin, _ in subplan.arguments)
         given_up = {*step.frees, *step.makes}
         owned = {t for origin, t in subplan.arguments if origin in owned_before & given_up and origins[origin] == 1}
-        kept = {inner for _, inner in subplan.results}
+        live_out = {inner for _, inner in subplan.results}
         if step.iterations > 1:
             owned &= {t for origin, t in subplan.arguments if subplan.carried[t] is not t or origin in step.makes}
             owned -= self._segmentation.not_owned[step.op]
-            kept.update(subplan.carried.values())
+            live_out.update(subplan.carried.values())
         last = tuple(stack.write for stack in self._stacks.get(step.op, ()))
         while True:
-            is_whole = self._on_one_ipu or not self._segmentation.placement.spans(step.op)
+            on_one_ipu = self._on_one_ipu or not self._segmentation.placement.spans(step.op)
             ops = (*subplan.graph.ops, *last)
-            subplan.plan = PlanBuilder(ops, self._segmentation, owned, kept, step.ipu, is_whole).build()
-            passed = Counter(subplan.carried.values())
-            lost = {t for t in owned if passed[subplan.carried[t]] > 1 or subplan.carried[t] not in subplan.plan.owned}
+            subplan.plan = PlanBuilder(ops, self._segmentation, owned, live_out, step.ipu, on_one_ipu).build()
+            receivers = Counter(subplan.carried.values())
+            lost = {
+                t for t in owned if receivers[subplan.carried[t]] > 1 or subplan.carried[t] not in subplan.plan.owned
+            }
             if step.iterations == 1 or not lost:
                 break
             self._segmentation.not_owned[step.op] |= lost
@@ -268,20 +274,20 @@ class PlanBuilder:
         returned = Counter(inner for _, inner in subplan.results)
         inputs = {t for _, t in subplan.arguments}
         # A storage that is neither owned inside nor an input may be the array of some input, passed on by a call.
-        passed_on = {inner.spec for inner in returned.keys() - inputs - subplan.plan.owned}
+        forwarded = {inner.spec for inner in returned.keys() - inputs - subplan.plan.owned}
         for origin, t in subplan.arguments:
-            if t not in subplan.plan.owned and (returned[t] or t.spec in passed_on):
+            if t not in subplan.plan.owned and (returned[t] or t.spec in forwarded):
                 self._built.owned.discard(origin)
         for t, inner in subplan.results:
-            is_first, is_alone = subplan is step.subplans[0], returned[inner] == 1 and inner in subplan.plan.owned
-            if is_alone and (is_first or t in self._built.owned):
+            is_first, is_sole_owner = subplan is step.subplans[0], returned[inner] == 1 and inner in subplan.plan.owned
+            if is_sole_owner and (is_first or t in self._built.owned):
                 self._built.owned.add(t)
             else:
                 self._built.owned.discard(t)
 
     def _route_arguments(self, step: HostControlFlow, subplan: SubPlan) -> None:
         """Insert copies of arguments to the IPUs required by a host-executed graph, for every iteration."""
-        starts, at = subplan.plan.initial_ipus, subplan.plan.final_ipus
+        starts, final_ipus = subplan.plan.initial_ipus, subplan.plan.final_ipus
         keys: list[Key] = []
         for origin, t in subplan.arguments:
             ipu = starts.get(t)
@@ -293,5 +299,5 @@ class PlanBuilder:
         subplan.keys = tuple(keys)
         if step.iterations > 1:
             subplan.carried_copies = tuple(
-                (t, starts[t]) for t in subplan.carried if t in starts and at[subplan.carried[t]] != starts[t]
+                (t, starts[t]) for t in subplan.carried if t in starts and final_ipus[subplan.carried[t]] != starts[t]
             )

@@ -81,7 +81,7 @@ class _Sequence:
                 waiting += [(first, start), (last, end)]
                 break
         items: list[Item] = []
-        left: dict[int, list[int]] = defaultdict(list)
+        unrolled: dict[int, list[int]] = defaultdict(list)
         i = 0
         while i < len(self._ops):
             if i in loop_at:
@@ -90,31 +90,31 @@ class _Sequence:
             else:
                 items.append(self._ops[i])
                 if self._ops[i].called_graphs:
-                    left[self._signatures[i]].append(i)
+                    unrolled[self._signatures[i]].append(i)
                 i += 1
-        for places in left.values():
-            self._note_reason(places)
+        for positions in unrolled.values():
+            self._note_reason(positions)
         return tuple(items)
 
-    def _note_reason(self, places: Sequence[int]) -> None:
+    def _note_reason(self, positions: Sequence[int]) -> None:
         """Record why equal calls form no loop: differing successors."""
-        for a, b in itertools.pairwise(places):
+        for a, b in itertools.pairwise(positions):
             n = next((n for n in range(b - a) if self._signature_at(a + n) != self._signature_at(b + n)), None)
             if n is not None:
-                one, next_one = (self._describe(place + n) for place in (a, b))
+                one, next_one = (self._describe(position + n) for position in (a, b))
                 reason = f"one call is followed by {one}, and the next, in its place, by {next_one}"
                 for callee in self._ops[a].called_graphs:
                     self._reasons.setdefault(callee, reason)
                 return
 
-    def _signature_at(self, place: int) -> int | None:
-        return self._signatures[place] if place < len(self._signatures) else None
+    def _signature_at(self, position: int) -> int | None:
+        return self._signatures[position] if position < len(self._signatures) else None
 
-    def _describe(self, place: int) -> str:
+    def _describe(self, position: int) -> str:
         """Describe an op, including its source line."""
-        if place >= len(self._ops):
+        if position >= len(self._ops):
             return "nothing"
-        op = self._ops[place]
+        op = self._ops[position]
         called = "".join(f" of {callee.title}" for callee in op.called_graphs)
         return f"`{op.op_type}`{called} ({op.source})"
 
@@ -144,11 +144,13 @@ class _Sequence:
                 yield start + span.period, span.repetitions - 1
                 yield start, span.repetitions - 1
 
-    def _carried_values(self, place: int, period: int) -> int:
+    def _carried_values(self, position: int, period: int) -> int:
         """Number of values carried across an iteration boundary."""
-        after = (root for op in self._ops[place : place + period] for t in op.inputs for root in self._roots(t))
-        return len({t for t in after if any(place - period <= made < place for made, _ in self._live.get(t, ()))})
+        after = (root for op in self._ops[position : position + period] for t in op.inputs for root in self._roots(t))
+        return len(
+            {t for t in after if any(position - period <= start < position for start, _ in self._live.get(t, ()))}
+        )
 
-    def _used_after(self, place: int) -> set[Tensor]:
+    def _used_after(self, position: int) -> set[Tensor]:
         """Storages read or modified after an index."""
-        return {t for t, ranges in self._live.items() if any(made < place <= last for made, last in ranges)}
+        return {t for t, ranges in self._live.items() if any(start < position <= last for start, last in ranges)}

@@ -176,7 +176,7 @@ class Trace:
         return self.capture_key([self.inputs, steps, self.outputs])
 
     @staticmethod
-    def capture_key(described: Any) -> list[Any]:
+    def capture_key(structure: Any) -> list[Any]:
         """Key of ops or arguments, equal in two captures of one model.
 
         Values are numbered, constants are compared by contents. Other objects are compared by type only, as each
@@ -191,7 +191,7 @@ class Trace:
                 return leaf.tensor.shape, leaf.tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             return leaf if isinstance(leaf, str | int | float | complex | torch.dtype | torch.device) else type(leaf)
 
-        return [plain(leaf) for leaf in pytree.tree_leaves(described)]
+        return [plain(leaf) for leaf in pytree.tree_leaves(structure)]
 
     def without_unused(self, wanted: Sequence[Value], with_effects: bool = True) -> list[Node]:
         """Nodes on which the wanted values depend, plus nodes with side effects unless excluded."""

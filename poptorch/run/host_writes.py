@@ -25,7 +25,7 @@ class HostWrites:
         >>> writes.mark_transferred()
         >>> with torch.no_grad():
         ...     _ = module.bias.zero_()
-        >>> writes.written()
+        >>> writes.changed_tensors()
         ['bias']
     """
 

@@ -55,8 +55,8 @@ class Context:
         inside = replace(self, channels=channels, inputs=(), in_loop=True, sliced_rows=cut or {})
         return replace(inside, rows=self.rows * rows, only_graph=only_graph)
 
-    def is_repeated(self, graph: Graph, inputs: Sequence[Array | PackedSlot]) -> bool:
-        """Whether a graph was called with these inputs before, so that the compiler could merge both calls."""
+    def record_call(self, graph: Graph, inputs: Sequence[Array | PackedSlot]) -> bool:
+        """Record a call, and return whether the graph was called with these inputs before: compilers may merge both."""
         if not inputs or not all(isinstance(value, jax.core.Tracer) for value in inputs):  # rows, or no compiler
             return False
         key = graph, tuple(map(id, inputs))

@@ -41,7 +41,7 @@ def _call(lowering: Lowering, op: Op, environment: Environment, context: Context
     check_bound(op)
     operands, sharing = call_inputs(op, environment), environment.sharing(op)
     inputs: Sequence[Array | PackedSlot] = operands
-    if lowering.inlines(graph, context, sharing) and context.is_repeated(graph, operands):
+    if lowering.inlines(graph, context, sharing) and context.record_call(graph, operands):
         with of_op(op), overriding_kernels(lowering.replicas.platform, lowering.hooks.overrides):
             inputs = _delayed_inputs(op, operands, environment, context)
     finish_call(op, environment, operands, lowering.lower_call(graph, inputs, context, in_rows=True, sharing=sharing))

@@ -73,7 +73,7 @@ def _varying_dimensions(collective: Collective, shape: Sequence[int]) -> tuple[i
 
 
 def page_of_axes(axes: Sequence[AxisTraffic]) -> list[Page]:
-    """Page about axes and wires, with what should be laid otherwise; empty without axes."""
+    """Page about axes and wires, with suggested changes of the order; empty without axes."""
     if not axes:
         return []
     rows = [[a.name, str(a.size), a.over or "none", bytes_text(a.bytes), seconds_text(a.seconds)] for a in axes]

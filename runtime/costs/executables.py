@@ -1,4 +1,4 @@
-"""The executables of a compiled program: how often each runs, and their HLO texts."""
+"""Executables of a compiled program: numbers of runs, and HLO texts."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class HostCopies(NamedTuple):
 
 
 def host_copies(module: Module) -> HostCopies:
-    """Count the copies in a compiled program. A copy that starts and ends without a kernel between is alone."""
+    """Count the copies in a compiled program. A copy without a kernel between its start and its end is exposed."""
     beside = alone = 0
     for instruction, times in module.entry.runs():
         shapes = [*instruction.results, *(shape for each in instruction.operand_shapes for shape in each)]

@@ -1,4 +1,4 @@
-"""`PrecisionCost`: what the precision of float32 products costs."""
+"""`PrecisionCost`: cost of the precision of float32 products."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Run:
 def rolled(build: Build, turns: Sequence[int], way: str = "rolled", **how: Any) -> Run:
     """A program, checked: it has loops of so many turns, and gives what it gives with all calls written out."""
     run, plain = Run(build, way, **how), Run(build, "inlined", **how)
-    assert sorted(loop.turns for loop in run.session.report.loops) == sorted(turns)
+    assert sorted(loop.iterations for loop in run.session.report.loops) == sorted(turns)
     for ours, theirs in zip(run.stored, plain.stored, strict=True):
         np.testing.assert_allclose(ours, theirs, 1e-5, 1e-6)
     assert run.variables.keys() == plain.variables.keys()

@@ -251,7 +251,7 @@ def test_layers_that_change_one_weight_under_two_names() -> None:
             ops.call(graph, w, alias)
     with popxl.Session(ir, "ipu_model") as session:
         session.run()
-        assert [loop.turns for loop in session.report.loops] == [4]
+        assert [loop.iterations for loop in session.report.loops] == [4]
         for i, w in enumerate(weights):
             t = START + np.int32(i)
             swap(t, t)

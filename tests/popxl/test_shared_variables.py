@@ -119,7 +119,7 @@ def multiply(x: popxl.Tensor, w: popxl.TensorByRef) -> popxl.Tensor:
 def test_what_lies_in_one_array_is_shared_with_one_array() -> None:
     """In the same order, or not at all."""
     one, two, kept = Layers("rolled"), Layers("rolled"), Layers("kept")
-    assert [loop.turns for loop in two.session.report.loops] == [4]
+    assert [loop.iterations for loop in two.session.report.loops] == [4]
     message = "it lies in one array with others, .* Set `ir.options.calledGraphs = 'kept'`"
     for mine, theirs, other in [(two.w[:3], one.w[:3], one), (two.w, one.w[::-1], one), (two.w, kept.w, kept)]:
         with pytest.raises(ValueError, match=message):

@@ -59,7 +59,7 @@ def run(ir: popxl.Ir, way: Any) -> tuple[list[Any], dict[str, np.ndarray], list[
         fed = np.random.default_rng(1).integers(0, VOCABULARY, shape).astype(np.int32)
         losses = [np.array(next(iter(session.run({tokens: fed}).values()))) for _ in range(3)]
         variables = session.get_tensors_data(ir.main_graph.variables)
-        loops = [(loop.turns, loop.ops) for loop in session.report.loops]
+        loops = [(loop.iterations, loop.ops) for loop in session.report.loops]
     return losses, {v.name: np.array(data) for v, data in variables.items()}, loops
 
 

@@ -39,5 +39,5 @@ def test_what_loops_offload_is_on_the_host(seed: int) -> None:
         plan = plan.with_treatments(str(rng.choice(["keep", "recompute", "offload"])), path)
     ir, plan = program(seed, plan)
     session = popxl.Session(ir, "ipu_model")
-    assert [loop.turns for loop in session.report.loops] == [LAYERS, LAYERS]
+    assert [loop.iterations for loop in session.report.loops] == [LAYERS, LAYERS]
     assert session.memory().temporaries_on_host >= plan.bytes("offload")

@@ -25,7 +25,7 @@ def cost_of(calls: Any, target: str) -> tuple[popxl.Session, Any]:
 def test_the_default_is_the_fastest(target: str) -> None:
     default, cost = cost_of("auto", target)
     costs = {way: cost_of(way, target) for way in ("inlined", "rolled", "dispatched")}
-    assert [loop.turns for loop in costs["rolled"][0].report.loops] == [10, 10]
+    assert [loop.iterations for loop in costs["rolled"][0].report.loops] == [10, 10]
     for _, other in costs.values():
         if target.startswith("tpu"):
             assert cost.cycles <= 1.05 * other.cycles

@@ -109,7 +109,8 @@ def checkpoints_run_by(region: Callable[[Any], AbstractContextManager[None]]) ->
     """Make checkpoints of `torch.utils.checkpoint` run their function once, within a region.
 
     PyTorch's own function runs it again in the backward pass: with `use_reentrant=True` below autograd, so that
-    derivatives inside would not count. As in PyTorch, no gradients flow through that kind if none flows into it.
+    derivatives inside would not count. As in PyTorch, no gradients flow through that kind if none flows into it, and a
+    warning says so.
 
     Args:
         region: function that makes the region of a checkpoint, from the context of the forward pass.
@@ -121,6 +122,7 @@ def checkpoints_run_by(region: Callable[[Any], AbstractContextManager[None]]) ->
     def run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if threading.get_ident() != own:
             return apply(function, preserve_rng_state, *args)
+        module.check_backward_validity(args)
         tracked = any(isinstance(t, torch.Tensor) and t.requires_grad for t in args)
         with torch.set_grad_enabled(torch.is_grad_enabled() and tracked), region(nullcontext()):
             return function(*args)

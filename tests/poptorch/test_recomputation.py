@@ -264,7 +264,8 @@ def test_accumulation_and_rolled_layers(plain: tuple[Any, ...]) -> None:
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_reentrant_checkpoint_without_gradients() -> None:
-    """Of inputs that need no gradient it has none, as in PyTorch: what it uses is not trained, and all else is."""
+    """Of inputs that need no gradient it has none, as in PyTorch: what it uses is not trained, and all else is.
+    Its warning is given, too."""
 
     class Frozen(Model):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -273,7 +274,8 @@ def test_a_reentrant_checkpoint_without_gradients() -> None:
     def run(blocks: Any, x: torch.Tensor) -> torch.Tensor:
         return each_alone(blocks[1:], x)
 
-    found = trained(Frozen(run))
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True. Gradients will be None"):
+        found = trained(Frozen(run))
     assert_same(found, of_pytorch(Frozen(run)), within=1e-5)
 
 

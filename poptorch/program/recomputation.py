@@ -21,6 +21,16 @@ class Recomputation:
         pipelines = options.execution_strategy.overlaps_stages
         self._by_stage = pipelines and any(a.placement.unit != b.placement.unit for a, b in pairwise(nodes))
         self._kind = options._Popart.recomputation
+        if self._kind is RecomputationType.Pipeline and not self._by_stage:
+            logger.warning(
+                "autoRecomputation: 'Pipeline' has no effect here, where the model is not a pipeline of several IPUs: "
+                "only its checkpoints are recomputed."
+            )
+        if self._kind is RecomputationType.RecomputeAll and not any(node.is_saved or node.regions for node in nodes):
+            logger.warning(
+                "autoRecomputation: 'RecomputeAll' has no effect here, where the model has no recomputationCheckpoint: "
+                "it recomputes the ops between two of them."
+            )
 
     def before_outlining(self, nodes: Sequence[Node]) -> list[Node]:
         """Ops with added regions that require no module information."""

@@ -307,6 +307,19 @@ def test_tensors_within_that_are_asked_for(caplog: pytest.LogCaptureFixture) -> 
     assert "anchorTensor asks for sin_out, within the model, so that no activations are recomputed" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["RecomputeAll", "Pipeline"])
+def test_a_kind_without_effect(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning says so; marks give `RecomputeAll` an effect."""
+    for marks in (False, True):
+        model, options = Model(marks=marks), poptorch.Options()
+        options._Popart.set("autoRecomputation", kind)
+        training = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.1))
+        training.compile(torch.ones(5, WIDTH), torch.ones(5, WIDTH))
+        warnings = caplog.text.count(f"autoRecomputation: '{kind}' has no effect here")
+        caplog.clear()
+        assert warnings == (kind == "Pipeline" or not marks)
+
+
 def test_an_unknown_kind() -> None:
     with pytest.raises(poptorch.Error, match=r"'autoRecomputation' is 'Standrad'; expected one of 0 \(NoRecompute\)"):
         trained(Model(), autoRecomputation="Standrad")

@@ -252,7 +252,7 @@ def _chosen(
     where that is left open, as the planner which builds the step asks, or as the plan states."""
     requested = current_request()
     if requested is not None:
-        memory = requested.request.memory if memory is None or is_budget(memory) else memory
+        memory = requested.memory_of(None if is_budget(memory) else memory)
         requested.samples = samples_of(specs) if micro_batches == "auto" else 1
         requested.is_state_open = optimizer_state == "auto"
     stated = memory if requested is None else requested.request

@@ -330,10 +330,16 @@ def plan(asked: CommandArgs, budget: int, save: Path | None, compilations: int) 
         The exit code: 1, if no plan is within the budget, or there is nothing to plan.
     """
 
+    has_own_plan = False
+
     def compiled(request: MemoryRequest) -> Compiled:
+        nonlocal has_own_plan
         machine = WatchingMachine(asked.idle_machine())
-        with requesting_memory(*request) as open_memory, watched(machine), redirect_stdout(StringIO()):
+        with requesting_memory(*request, overrides=True) as open_memory, watched(machine), redirect_stdout(StringIO()):
             _, code = run_file(asked.file, asked.arguments)
+        if open_memory.has_overridden and not has_own_plan:
+            _print_progress("The training step has a plan or policy of its own, which is ignored here.")
+        has_own_plan = open_memory.has_overridden
         if code or not machine.programs:
             why = f"ended with the exit code {code}" if code else "makes no session, so there is nothing to compile"
             raise PopxlError(f"{asked.file} {why}.")

@@ -162,8 +162,8 @@ class ModelGraph:
                 "setMemoryPlan: the model has checkpoints, or options that recompute (`autoRecomputation`, a "
                 "pipeline), which say what the backward pass keeps. Leave out one of both."
             )
-        if plan is None and requested is not None and not has_checkpoints:
-            plan = requested.request.memory
+        if requested is not None and not has_checkpoints:
+            plan = requested.memory_of(plan)
         return None if plan is None else PlannedGradients(self.graph, plan)
 
     def _recomputed(self, gradient: GradGraphInfo) -> GradGraphInfo:

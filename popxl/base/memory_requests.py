@@ -36,6 +36,8 @@ class RequestedMemory:
         applied: objects that applied it while the program was built.
         live_micro_batches: for graphs that stages of a pipeline call, maximum number of micro-batches with live
             activations on a device at a time.
+        overrides: whether the request replaces plans and policies that the program states itself.
+        has_overridden: whether it has replaced one.
     """
 
     request: MemoryRequest
@@ -43,6 +45,15 @@ class RequestedMemory:
     is_state_open: bool = False
     applied: list[Any] = field(default_factory=list)
     live_micro_batches: dict[Any, int] = field(default_factory=dict)
+    overrides: bool = False
+    has_overridden: bool = False
+
+    def memory_of(self, stated: Any) -> Any:
+        """Plan or policy of a step that states its own, or `None`."""
+        if stated is not None and not self.overrides:
+            return stated
+        self.has_overridden |= stated is not None
+        return self.request.memory
 
 
 _requested: ContextVar[RequestedMemory | None] = ContextVar("current_request", default=None)
@@ -55,10 +66,10 @@ def current_request() -> RequestedMemory | None:
 
 @contextmanager
 def requesting_memory(
-    memory: Any, micro_batches: int = 1, optimizer_state: StateLocation = "device"
+    memory: Any, micro_batches: int = 1, optimizer_state: StateLocation = "device", *, overrides: bool = False
 ) -> Iterator[RequestedMemory]:
-    """Context manager that makes a `MemoryRequest`."""
-    requested = RequestedMemory(MemoryRequest(memory, micro_batches, optimizer_state))
+    """Context manager that makes a `MemoryRequest`; it may override the plans of the program."""
+    requested = RequestedMemory(MemoryRequest(memory, micro_batches, optimizer_state), overrides=overrides)
     token = _requested.set(requested)
     try:
         yield requested

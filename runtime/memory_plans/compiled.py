@@ -97,15 +97,22 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
         requested: request under which it was built.
 
     Raises:
-        ValueError: if the program applies no memory plan, or several.
+        ValueError: if the program applies no memory plan, several, or another one than requested.
     """
     applied = requested.applied
     if len(applied) != 1:
         raise ValueError(
             f"plan_memory: the program applies {len(applied)} memory plans; expected one. Give `memory` to the one "
             "`train_step` or `autodiff` of the program. A `poptorch.trainingModel` applies one where it is compiled, "
-            "unless its model has checkpoints, or its options recompute (`autoRecomputation`, a pipeline) or set a "
-            "plan (`setMemoryPlan`). Nothing runs, so a program has to train before it runs anything else."
+            "unless its model has checkpoints, or its options recompute (`autoRecomputation`, a pipeline). Nothing "
+            "runs, so a program has to train before it runs anything else."
+        )
+    asked, stated = requested.request.memory, applied[0].memory
+    if asked != stated and str in (type(asked), type(stated)):
+        raise ValueError(
+            f"plan_memory: the program applies {_described(stated)} where {_described(asked)} is asked for. Give the "
+            "argument of `build` to `memory`, instead of a policy or plan of its own. `popxl plan` plans a "
+            "`train_step`; with `autodiff(memory=…)`, call `addons.plan_memory`."
         )
     release = "read" if applied[0].covers_model else RELEASES.get(program.layout.mode, "call")
     offloadable = frozenset(_offloadable(program, applied[0].names))
@@ -125,6 +132,11 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
         fuses_factors=platform == "tpu",
         chosen_mode=program.layout.mode if is_chosen and program.layout.mode in RELEASES else None,
     )
+
+
+def _described(memory: Any) -> str:
+    """A plan or policy in an error."""
+    return f"the policy {memory!r}" if isinstance(memory, str) else "a plan"
 
 
 def _divisions(program: CompiledProgram, requested: RequestedMemory) -> Iterator[Division]:

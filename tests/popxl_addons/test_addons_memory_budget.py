@@ -258,6 +258,10 @@ def test_what_a_budget_may_not_be(budget: Any, error: type[Exception], message: 
 def test_what_cannot_be_planned() -> None:
     with pytest.raises(ValueError, match=r"the program applies 0 memory plans; expected one\. Give `memory`"):
         addons.plan_memory(lambda memory: explicit(), "1 GB")
+    with pytest.raises(ValueError, match=r"applies the policy 'nothing' where the policy 'everything' is asked for"):
+        addons.plan_memory(lambda memory: Counted()("nothing"), "1 GB")
+    with pytest.raises(ValueError, match=r"applies the policy 'everything' where a plan is asked for.*of `build` to"):
+        addons.plan_memory(lambda memory: Counted()("everything"), "1 kB")
     with pytest.raises(TypeError, match=r"`told` is 3; expected a function of a line of text"):
         addons.plan_memory(explicit, "1 GB", told=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`compilations` must be a whole number; got 'three'"):
@@ -563,6 +567,20 @@ def test_the_command_plans_for_the_device_of_the_program(
     assert "The budget is 4 GB of a device. The program was compiled once." in out and "is not shown" not in out
     assert "Memory plan within 4 GB: program 1 of at most 4, 0 s\n" in err
     assert re.search(r"^1: [0-9.]+ MB as compiled, of 4 GB, with", err, re.MULTILINE)
+
+
+def test_the_command_ignores_the_plan_of_a_step(tmp_path: Path, capsys: Any) -> None:
+    """The plan and both columns of the costs are those of the same step without `memory`."""
+    source = textwrap.dedent(PROGRAM).replace("(64, 64, 32)", "(4, 64, 32)")
+    outputs, said = [], []
+    for memory in ("", ', memory="everything"', ', memory="nothing"'):
+        file = tmp_path / "train.py"
+        file.write_text(source.replace("lr=0.1)", f"lr=0.1){memory}"))
+        assert main(["plan", str(file), "--budget", "2.6 MB"]) == 0
+        out, err = capsys.readouterr()
+        outputs.append(out)
+        said.append(err.count("plan or policy of its own, which is ignored here"))
+    assert outputs == outputs[:1] * 3 and said == [0, 1, 1] and "compiled once" not in outputs[0]
 
 
 def test_a_program_without_a_session_is_not_planned(tmp_path: Path, capsys: Any) -> None:

@@ -48,7 +48,9 @@ def divide_calls(model: popxl.Graph, graph: popxl.Graph, counts: Sequence[int]) 
     if done != bounds[-1]:
         raise ValueError(
             f"memory: the plan has groups of {[*counts]} calls of {graph.title}, {bounds[-1]} together, and "
-            f"{model.title} makes {done}."
+            f"{model.title} makes {done}. Groups fit the number of calls that they were made for: plan this program "
+            "anew, or divide the calls of a plan that has all of them in one group, such as that of a policy: "
+            "`plan.with_treatments('recompute', '*', calls=slice(4))`."
         )
     graphs = [graph, *(copy_graph(graph)[0] for _ in counts[1:])]
     for op, group in group_of.items():

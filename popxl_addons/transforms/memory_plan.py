@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
@@ -267,13 +268,14 @@ class MemoryPlan(OnPage, BaseModel):
 
         Args:
             treatment: `"keep"`, `"recompute"` or `"offload"`.
-            *patterns: paths of activations, as the plan prints them; `*` and `?` stand for any characters.
+            *patterns: paths of activations, one or more, as the plan prints them; `*` and `?` stand for any characters.
             calls: calls of each graph that are meant, in the order in which a step makes them: `slice(8)` is the first
                 eight, `slice(-1, None)` the last one. By default all.
 
         Raises:
             TypeError: if a pattern is not text, or `calls` not a slice of integers.
-            ValueError: for an unknown treatment, a pattern that matches no activation, and `calls` with a step.
+            ValueError: for an unknown treatment, no patterns or one that matches no activation, and for `calls` with a
+                step, or that are beyond the calls of each graph.
         """
         if treatment not in get_args(Treatment):
             treatments = ", ".join(map(repr, get_args(Treatment)))
@@ -285,10 +287,17 @@ class MemoryPlan(OnPage, BaseModel):
             raise TypeError(f"with_treatments: `calls` is {calls}; expected integers, such as `slice(8)`.")
         if calls.step not in (None, 1):
             raise ValueError(f"with_treatments: `calls` is {calls}; expected calls that follow each other, so no step.")
+        if not patterns:
+            raise ValueError(
+                "with_treatments: there are no `patterns`; expected paths as the plan prints them, or '*' for all."
+            )
         paths = [activation.path for graph in self.graphs for activation in graph.activations]
         if missing := [pattern for pattern in patterns if not fnmatch.filter(paths, pattern)]:
             raise ValueError(matches_nothing("with_treatments", missing, paths))
         totals, calls_before = self._calls(), Counter[str]()
+        if totals and all(_is_beyond(calls, total) for total in totals.values()):
+            counts = ", ".join(f"{total} of {graph}" for graph, total in totals.items())
+            raise ValueError(f"with_treatments: `calls` is {calls}, which selects no call; there are {counts}.")
         graphs: list[GraphPlan] = []
         for graph in self.graphs:
             first, last = calls_before[graph.graph], calls_before[graph.graph] + graph.calls
@@ -340,6 +349,14 @@ class MemoryPlan(OnPage, BaseModel):
         return Page("Memory plan", content)
 
 
+def _is_beyond(calls: slice, total: int) -> bool:
+    """Whether a slice selects calls that do not exist, and no others. Slices that end where they start, and the rest
+    after or before all calls, select none on purpose."""
+    if range(total)[calls] or calls in (slice(total, None), slice(-total)):
+        return False
+    return bool(range(sys.maxsize)[calls])
+
+
 def _merged(groups: Iterable[GraphPlan]) -> Iterator[GraphPlan]:
     """Merge consecutive groups of calls with equal treatments."""
     for (graph, activations), plans in groupby(groups, key=lambda plan: (plan.graph, plan.activations)):
@@ -349,8 +366,8 @@ def _merged(groups: Iterable[GraphPlan]) -> Iterator[GraphPlan]:
 def matches_nothing(caller: str, missing: Sequence[str], paths: Sequence[str]) -> str:
     listing = listed(paths, most=12)
     return (
-        f"{caller}: {', '.join(map(repr, missing))} match no activation. There are {listing or 'none'}; `*` stands for "
-        "any characters."
+        f"{caller}: {', '.join(map(repr, missing))} {'matches' if len(missing) == 1 else 'match'} no activation. "
+        f"There are {listing or 'none'}; `*` stands for any characters."
     )
 
 

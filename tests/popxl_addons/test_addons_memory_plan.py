@@ -237,7 +237,9 @@ def test_calls_in_loops_have_one_plan(ir: popxl.Ir) -> None:
     plan = planned("everything")
     with pytest.raises(ValueError, match=r"groups of \[2, 3\], and a loop makes 3 of them \(.*:\d+\).*where loops end"):
         planned(plan.with_treatments("recompute", "*", calls=slice(np.int64(2))))
-    with pytest.raises(ValueError, match=r"groups of \[1, 3\] calls of .*, 4 together, and .* makes 5"):
+    with pytest.raises(
+        ValueError, match=r"groups of \[1, 3\] calls of .*, 4 together, and .* makes 5\. .*plan this program anew, or"
+    ):
         planned(addons.MemoryPlan(graphs=tuple(plan.graphs[0].model_copy(update={"calls": n}) for n in (1, 3))))
     some = plan.with_treatments("recompute", "*", calls=slice(1, None))
     assert planned(some) == some
@@ -245,10 +247,14 @@ def test_calls_in_loops_have_one_plan(ir: popxl.Ir) -> None:
 
 def test_what_a_plan_refuses(tmp_path: Path) -> None:
     plan = trained("everything")[2]
-    with pytest.raises(ValueError, match=r"'softmax\*' match no activation\. There are .*tanh_out"):
+    with pytest.raises(ValueError, match=r"'softmax\*' matches no activation\. There are .*tanh_out"):
         plan.with_treatments("keep", "softmax*")
     with pytest.raises(ValueError, match=r"`treatment` is 'drop'; expected one of 'keep', 'recompute', 'offload'"):
         plan.with_treatments("drop", "tanh_out")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'softmax\*', 'q' match no activation"):
+        plan.with_treatments("keep", "softmax*", "q")
+    with pytest.raises(ValueError, match=r"there are no `patterns`; expected paths .* or '\*' for all"):
+        plan.with_treatments("keep", calls=slice(2))
     with pytest.raises(
         TypeError, match=r"each of `patterns` must be a path as the plan prints it, such as '\*'; got 3"
     ):
@@ -263,13 +269,27 @@ def test_what_a_plan_refuses(tmp_path: Path) -> None:
         trained(plan, Flat)
     other = plan.model_copy(update={"graphs": (plan.graphs[0].model_copy(update={
         "activations": (plan.graphs[0].activations[0].model_copy(update={"path": "scores"}),)}),)})  # fmt: skip
-    with pytest.raises(ValueError, match=r"the plan of Layer: 'scores' match no activation"):
+    with pytest.raises(ValueError, match=r"the plan of Layer: 'scores' matches no activation"):
         trained(other)
     with pytest.raises(ValueError, match=r"expected a MemoryPlan, or one of 'everything', 'products'.*got 'most'"):
         trained("most")
     (tmp_path / "broken.json").write_text('{"graphs": 3}')
     with pytest.raises(ValueError, match=r"broken\.json' holds no memory plan"):
         addons.MemoryPlan.read_json(tmp_path / "broken.json")
+
+
+@pytest.mark.parametrize("calls", [slice(10, 12), slice(4, 6), slice(5, None), slice(-9, -6), slice(-5)])
+def test_calls_that_do_not_exist_are_refused(calls: slice) -> None:
+    plan = trained("everything")[2]
+    with pytest.raises(ValueError, match=r"`calls` is slice\(.*\), which selects no call; there are 4 of Layer"):
+        plan.with_treatments("recompute", "*", calls=calls)
+
+
+def test_no_calls_may_be_selected_on_purpose() -> None:
+    plan = trained("everything")[2]
+    for calls in (slice(0), slice(3, 3), slice(4, None), slice(-4)):
+        assert plan.with_treatments("recompute", "*", calls=calls) == plan
+    assert [each.calls for each in plan.with_treatments("recompute", "*", calls=slice(3, 9)).graphs] == [3, 1]
 
 
 # One gradient graph -------------------------------------------------------------------------------------------------
@@ -396,7 +416,7 @@ def test_activations(layer: tuple[Any, ...]) -> None:
             r"`keep` is 'most'; expected a policy, one of 'everything'.* or a list of tensors",
         ),
         ({"offload": "tanh_out"}, ValueError, r"`offload` is 'tanh_out'; expected a list of tensors and paths"),
-        ({"keep": ["softmax*"]}, ValueError, r"`keep`: 'softmax\*' match no activation\. There are .*tanh_out"),
+        ({"keep": ["softmax*"]}, ValueError, r"`keep`: 'softmax\*' matches no activation\. There are .*tanh_out"),
         ({"keep": [3]}, TypeError, r"each of `keep` must be a tensor of the forward graph, or a path; got 3"),
         ({"keep": 3}, TypeError, r"`keep` must be a list of tensors and paths; got 3"),
     ],

@@ -310,6 +310,8 @@ def tune(asked: CommandArgs) -> int:
             _, code = run_file(asked.file, asked.arguments)
         if code and not machine.problem:
             raise PopxlError(f"{asked.file} ended with the exit code {code}.")
+        if not machine.has_figures:  # of no combination is it known whether it fits
+            raise PopxlError(machine.problem)
         return CompiledTrial(machine.programs, machine.problem)
 
     try:

@@ -84,15 +84,18 @@ class TrialMachine(WatchingMachine):
 
     Attributes:
         problem: why a program could not be compiled.
+        has_figures: whether the memory and speed of the device are known.
     """
 
     problem = ""
+    has_figures = True
 
     def program(self, ir: Ir, device: Device, precompiled: Precompiled | None) -> CompiledProgram:
         layout = layout_for(ir, device)
         figures = device.chip
         try:
             if figures is None:
+                self.has_figures = False
                 raise PopxlError(
                     f"The memory and speed of {device} are not known. Name a machine by `--target`, or measure this "
                     "one by `popxl calibrate`, and set POPXL_CHIP to the file."

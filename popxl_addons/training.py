@@ -15,6 +15,7 @@ from popxl.extend.arguments import integer
 from popxl.extend.collectives import shard_count
 from popxl.extend.memory import StateLocation, bytes_of, current_request
 from popxl.extend.ops import cast_if_needed
+from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.tensor import Variable
 from popxl_addons._micro_batches import MicroBatch, MicroBatches, samples_of
 from popxl_addons.graph import GraphWithNamedArgs
@@ -139,6 +140,7 @@ def train_step(
         options = {"accumulate": accumulate, "precision": precision, "loss_scaling": loss_scaling, "sharded": sharded}
         memory = _planned_apart(module, streams, memory, optimizer=optimizer, **division, **options, **settings)
     memory, count, location = _chosen(memory, micro_batches, optimizer_state, specs)
+    _warn_of_other_division(memory, count, location)
     batch = MicroBatches(specs, count)
     if loss_scaling is None:
         loss_scaling = DynamicLossScaling() if precision and precision.dtype is popxl.float16 else 1.0
@@ -258,6 +260,24 @@ def _chosen(
     stated = memory if requested is None else requested.request
     count = stated.micro_batches if micro_batches == "auto" else int(micro_batches)
     return memory, count, stated.optimizer_state if optimizer_state == "auto" else optimizer_state
+
+
+def _warn_of_other_division(memory: Any, count: int, location: StateLocation) -> None:
+    """Warn of a plan that was made for more micro-batches, or for the state on the host: the step needs more memory."""
+    if not isinstance(memory, MemoryPlan):
+        return
+    stated = {}
+    if count < memory.micro_batches:
+        stated["micro_batches"] = (memory.micro_batches, count)
+    if location == "device" and memory.optimizer_state == "host":
+        stated["optimizer_state"] = (memory.optimizer_state, location)
+    for name, (planned, own) in stated.items():
+        warn_at(
+            SourceLocation.of(user_frame()),
+            f"train_step: the plan in `memory` was made for {name}={planned!r}, and the step has {own!r}, so it needs "
+            f"more memory than the plan. State {name}={planned!r}, or 'auto', which does as the plan says.",
+            UserWarning,
+        )
 
 
 def _planned_apart(

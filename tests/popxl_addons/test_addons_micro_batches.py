@@ -262,6 +262,15 @@ def test_a_step_chooses_micro_batches_within_its_budget() -> None:
     np.testing.assert_allclose(others, losses, rtol=1e-5)
 
 
+def test_a_step_that_is_divided_less_than_its_plan_warns() -> None:
+    plan = deep("everything", micro_batches=4)[1].memory.model_copy(update={"optimizer_state": "host"})
+    with pytest.warns(UserWarning, match=r"made for micro_batches=4, and the step has 2.*or 'auto'"):
+        deep(plan, micro_batches=2, optimizer_state="auto")
+    with pytest.warns(UserWarning, match=r"made for optimizer_state='host', and the step has 'device'"):
+        deep(plan, micro_batches=8)
+    assert deep(plan, micro_batches="auto", optimizer_state="auto")[1].memory == plan
+
+
 def test_too_small_a_budget_has_tried_micro_batches() -> None:
     with pytest.raises(PopxlError, match=r"the least that was compiled, with \d+ micro-batches, needs [0-9.]+ MB"):
         addons.plan_memory(lambda memory: deep(memory, micro_batches="auto")[0], "300 kB")

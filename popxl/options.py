@@ -74,8 +74,8 @@ class SessionOptions(BaseModel):
         "after the loops, for all turns: on GPUs they move fewer bytes, but all gradients are in memory at once. "
         "'inlined': every call as if it had been written out. "
         "'auto': on CPUs dispatched, where much would be compiled again and again, or rolled if calls are "
-        "small; kept otherwise. Elsewhere inlined, batched or rolled, whichever is faster by what XLA makes of it: see "
-        "`compareSeconds`.",
+        "small; kept otherwise. Elsewhere rolled, if repeated calls offload activations, and else inlined, batched or "
+        "rolled, whichever is faster by what XLA makes of it: see `compareSeconds`.",
     )
     plannedCalls: Literal["", "inlined", "rolled", "batched"] = Field(
         default="",

@@ -7,10 +7,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
+from popxl.analysis.memory import runs_of
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.graph import Graph
+from popxl.ops.memory import offloads
 from popxl.options import SessionOptions
+from runtime.plan.loop_rerolling.patterns import FEWEST
 from runtime.plan.loop_rerolling.rerolling import Rerolling
 from runtime.plan.placement import IpuPlacement
 from runtime.plan.planning import plan_of
@@ -102,11 +105,22 @@ def decide(
         decision = _in_mode(asked, why, segmentation, reroll)
     elif platform == "cpu":
         decision = _on_cpus(segmentation, reroll)
+    elif _offload_count(main) >= FEWEST and (rerolling := reroll()).loops:
+        reason = (
+            f"{rerolling.summary()} Activations are offloaded, and XLA would copy those of all inlined calls back at "
+            "once."
+        )
+        decision = _in_loops("rolled", reason, segmentation, rerolling)._replace(fallbacks=("inlined", "dispatched"))
     else:
         seconds_an_op = SECONDS_AN_OP.get(platform, max(SECONDS_AN_OP.values()))
         seconds = segmentation.total_size * seconds_an_op
         decision = _on_accelerators(segmentation, reroll, seconds, options.compareSeconds)
     return decision._replace(reason=decision.reason + placed)
+
+
+def _offload_count(main: Graph) -> int:
+    """Number of activations that a run copies to the host's memory."""
+    return sum(runs for graph, runs in runs_of(main).items() for op in graph.ops if offloads((op,)))
 
 
 def _in_mode(mode: str, reason: str, segmentation: SegmentationPolicy, reroll: Reroll) -> Decision:

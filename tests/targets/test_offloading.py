@@ -67,13 +67,15 @@ def program(
 @pytest.mark.targets
 @pytest.mark.parametrize("target", ["tpu v5e", "gpu h100"])
 def test_stacks_of_loops_are_on_the_host(target: str) -> None:
-    """The device holds what one layer has offloaded, in its iteration, in place of that of all."""
+    """The device holds what one layer has offloaded, in its iteration, in place of that of all, also by default."""
     ir, plan = program("everything")
     session = popxl.Session(ir, popxl.Target(target))
     kept = session.memory()
     assert session.report.offloaded is None
-    offloaded = popxl.Session(program(plan.with_treatments("offload", "tanh_out", "sin_out"))[0], popxl.Target(target))
+    ir, _ = program(plan.with_treatments("offload", "tanh_out", "sin_out"), "auto")
+    offloaded = popxl.Session(ir, popxl.Target(target))
     memory = offloaded.memory()
+    assert offloaded.report.calls == "rolled" and "Activations are offloaded" in offloaded.report.reason
     stacks = 2 * LAYERS * ROWS * HIDDEN * 4
     assert kept.temporaries_on_host == 0 and memory.temporaries_on_host >= stacks
     assert memory.temporaries <= kept.temporaries - stacks * (LAYERS - 1) / LAYERS

@@ -66,14 +66,14 @@ def route_tensor_into_graph(
     between = _callers_first(graph, tensor.graph)
     _check(tensor, graph, between, changes)
     local = {tensor.graph: tensor}
-    for each in between:
-        routed = _routed.setdefault(each, {})
+    for current in between:
+        routed = _routed.setdefault(current, {})
         if tensor not in routed:
-            routed[tensor] = each.add_input_like(tensor)
-        local[each] = routed[tensor]
-        local[each].by_ref |= changes
-        for op in each.call_sites:
-            position = each.inputs.index(local[each]) - _OWN_INPUTS[op.kind]
+            routed[tensor] = current.add_input_like(tensor)
+        local[current] = routed[tensor]
+        local[current].by_ref |= changes
+        for op in current.call_sites:
+            position = current.inputs.index(local[current]) - _OWN_INPUTS[op.kind]
             if position == len(op.inputs):
                 op.gain_input(local[op.graph])
             if changes:
@@ -96,22 +96,22 @@ def is_subgraph(parent: popxl.Graph, subgraph: popxl.Graph) -> bool:
 
 def _callers_first(graph: popxl.Graph, home: popxl.Graph) -> list[popxl.Graph]:
     """Direct and indirect callers of `graph`, callers first, `graph` last; excludes `home`."""
-    found: dict[popxl.Graph, None] = {}
+    ordered: dict[popxl.Graph, None] = {}
     waiting = [(graph, False)]
     while waiting:
-        each, after_its_callers = waiting.pop()
+        current, after_its_callers = waiting.pop()
         if after_its_callers:
-            found[each] = None
-        elif each not in found and each is not home:
-            waiting.append((each, True))
-            waiting += [(op.graph, False) for op in each.call_sites]
-    return list(found)
+            ordered[current] = None
+        elif current not in ordered and current is not home:
+            waiting.append((current, True))
+            waiting += [(op.graph, False) for op in current.call_sites]
+    return list(ordered)
 
 
 def _check(tensor: popxl.Tensor, graph: popxl.Graph, between: list[popxl.Graph], changes: bool) -> None:
     """Raise errors of `route_tensor_into_graph` before any change."""
     home = tensor.graph
-    sites = [(op, each) for each in between for op in each.call_sites]
+    sites = [(op, called) for called in between for op in called.call_sites]
     if not any(op.graph is home for op, _ in sites):
         raise ValueError(
             f"route_tensor_into_graph: {tensor!r} is not in the graph asked for, {graph.title}, and is not in a "
@@ -123,26 +123,26 @@ def _check(tensor: popxl.Tensor, graph: popxl.Graph, between: list[popxl.Graph],
             f"route_tensor_into_graph: {tensor!r} is in {home.title}, but the main graph runs {graph.title} without "
             "it, and cannot have an input for it. Route a tensor of the main graph instead."
         )
-    for op, each in sites:
-        where = f"{op!r} ({op.source}) in {op.graph.title}, which runs {each.title}"
+    for op, called in sites:
+        site = f"{op!r} ({op.source}) in {op.graph.title}, which runs {called.title}"
         if op.kind not in _OWN_INPUTS:
             raise RuntimeError(
-                f"route_tensor_into_graph: {tensor!r} cannot be routed through {where}. Only calls and loops can gain "
+                f"route_tensor_into_graph: {tensor!r} cannot be routed through {site}. Only calls and loops can gain "
                 "an input; pass the tensor as an input when the op is created."
             )
-        if len(op.inputs) + _OWN_INPUTS[op.kind] < len(each.inputs):
-            raise ValueError(f"route_tensor_into_graph: an input that the graph has already is not bound by {where}.")
+        if len(op.inputs) + _OWN_INPUTS[op.kind] < len(called.inputs):
+            raise ValueError(f"route_tensor_into_graph: an input that the graph has already is not bound by {site}.")
         if op.graph is home:
-            _check_site(tensor, op, where, _position(tensor, op, each), changes)
+            _check_site(tensor, op, site, _position(tensor, op, called), changes)
 
 
-def _check_site(tensor: popxl.Tensor, op: Op, where: str, own: int | None, changes: bool) -> None:
-    made_by = tensor.producer
-    if made_by is not None and op.graph.ops.index(op) < op.graph.ops.index(made_by):
-        raise ValueError(f"route_tensor_into_graph: {tensor!r} is made after {where}.")
-    if changes and any(op.inputs[i] is tensor for i in op.modified - {own}):
+def _check_site(tensor: popxl.Tensor, op: Op, site: str, position: int | None, changes: bool) -> None:
+    producer = tensor.producer
+    if producer is not None and op.graph.ops.index(op) < op.graph.ops.index(producer):
+        raise ValueError(f"route_tensor_into_graph: {tensor!r} is made after {site}.")
+    if changes and any(op.inputs[i] is tensor for i in op.modified - {position}):
         raise ValueError(
-            f"route_tensor_into_graph: {tensor!r} is written back by {where}, from another input. Use that input."
+            f"route_tensor_into_graph: {tensor!r} is written back by {site}, from another input. Use that input."
         )
 
 

@@ -148,13 +148,13 @@ class Estimate(OnPage, Record):
     @property
     def cycles(self) -> int:
         """The cycles of the IPU that takes longest."""
-        return max((each.cycles for each in self.ipus), default=0)
+        return max((ipu.cycles for ipu in self.ipus), default=0)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def fits(self) -> bool:
         """Test whether every IPU has enough memory."""
-        return all(each.share <= 1 for each in self.ipus)
+        return all(ipu.share <= 1 for ipu in self.ipus)
 
     def __repr__(self) -> str:
         return f"Estimate[{count_text(self.cycles)} cycles on {self.hardware}]"
@@ -169,18 +169,17 @@ class Estimate(OnPage, Record):
         )
         ipus = [
             [
-                f"IPU {each.ipu}",
-                count_text(each.cycles),
-                seconds_text(each.seconds),
-                bytes_text(each.variables + each.constants),
-                bytes_text(each.temporaries),
-                f"{100 * each.share:.1f} %",
+                f"IPU {row.ipu}",
+                count_text(row.cycles),
+                seconds_text(row.seconds),
+                bytes_text(row.variables + row.constants),
+                bytes_text(row.temporaries),
+                f"{100 * row.share:.1f} %",
             ]
-            for each in self.ipus
+            for row in self.ipus
         ]
         ops = [
-            [each.op, each.graph or "main graph", str(each.count), count_text(each.cycles), each.bound]
-            for each in self.ops
+            [row.op, row.graph or "main graph", str(row.count), count_text(row.cycles), row.bound] for row in self.ops
         ]
         return Page(
             "Estimate for IPUs",
@@ -210,33 +209,33 @@ def estimate_of(ir: Ir, hardware: Hardware = GC200) -> Estimate:
     main = ir.main_graph
     runs = runs_of(main)
     cycles: Counter[int] = Counter()
-    found: defaultdict[tuple[str, str], _Sum] = defaultdict(_Sum)
+    sums: defaultdict[tuple[str, str], _Sum] = defaultdict(_Sum)
     for graph in reachable(main):
         for op in graph.ops:
             if not op.called_graphs:
                 flops, spent = own_flops(op), cycles_of(op, hardware)
                 cycles[op.ipu or 0] += runs[graph] * spent.total()
-                found[op.op_type, graph.name].add(runs[graph], flops, spent)
+                sums[op.op_type, graph.name].add(runs[graph], flops, spent)
     return Estimate(
         hardware=hardware.name,
         ipus=tuple(_of_ipu(ir, ipu, spent, hardware) for ipu, spent in sorted(cycles.items())),
         ops=tuple(
             OpEstimate(op=op, graph=graph, count=s.count, flops=s.flops, cycles=s.cycles, bound=s.bound)
-            for (op, graph), s in sorted(found.items(), key=lambda item: -item[1].cycles)
+            for (op, graph), s in sorted(sums.items(), key=lambda item: -item[1].cycles)
         ),
     )
 
 
 def cycles_of(op: Op, hardware: Hardware) -> Counter[str]:
     """Cycles of an op, split into computation or memory (the longer one) and exchange."""
-    return Counter({what: math.ceil(cycles) for what, cycles in _spent(op, hardware).items()})
+    return Counter({resource: math.ceil(cycles) for resource, cycles in _spent(op, hardware).items()})
 
 
 def _spent(op: Op, hardware: Hardware) -> dict[str, float]:
     if op.kind.stands_for is not None:
         spent: Counter[str] = Counter()
-        for part in op.parts:
-            spent.update(cycles_of(part, hardware))
+        for member in op.parts:
+            spent.update(cycles_of(member, hardware))
         return {**spent}
     moves = moved(op) * hardware.clock
     if op.kind.exchange == "stream":
@@ -253,9 +252,11 @@ def _spent(op: Op, hardware: Hardware) -> dict[str, float]:
     touched = (work.read + work.written) / hardware.memory / hardware.tiles
     # An operand of the result's shape lies where the result will, if each element is computed of its counterparts.
     stays = flops.others and not flops.products
-    apart = sum(size_in_bytes(t) for t in op.inputs if not (stays and op.outputs and t.shape == op.outputs[0].shape))
-    what = "compute" if computing >= touched else "memory"
-    return {what: max(computing, touched), "exchange": apart * hardware.clock / hardware.exchange}
+    exchanged = sum(
+        size_in_bytes(t) for t in op.inputs if not (stays and op.outputs and t.shape == op.outputs[0].shape)
+    )
+    resource = "compute" if computing >= touched else "memory"
+    return {resource: max(computing, touched), "exchange": exchanged * hardware.clock / hardware.exchange}
 
 
 def _computing(op: Op, flops: Flops, hardware: Hardware) -> float:
@@ -277,8 +278,8 @@ class _Sum:
         """Add `count` ops with these operations and cycles."""
         self.count += count
         self.flops += count * flops.total
-        for what, cycles in spent.items():
-            self.spent[what] += count * cycles
+        for resource, cycles in spent.items():
+            self.spent[resource] += count * cycles
 
     @property
     def cycles(self) -> int:
@@ -287,7 +288,7 @@ class _Sum:
     @property
     def bound(self) -> str:
         """The resource that dominates the cycles."""
-        return max(self.spent, key=lambda what: self.spent[what], default="nothing")
+        return max(self.spent, key=lambda resource: self.spent[resource], default="nothing")
 
 
 def _of_ipu(ir: Ir, ipu: int, cycles: int, hardware: Hardware) -> IpuEstimate:
@@ -297,7 +298,7 @@ def _of_ipu(ir: Ir, ipu: int, cycles: int, hardware: Hardware) -> IpuEstimate:
         return size_in_bytes(t) if (t.location[0] or 0) == ipu else 0
 
     main = ir.main_graph
-    variables, constants = (sum(map(on_this_ipu, found)) for found in (held_variables(main), constants_of(main)))
+    variables, constants = (sum(map(on_this_ipu, tensors)) for tensors in (held_variables(main), constants_of(main)))
     temporaries = steps_of(main, on_this_ipu).peak
     memory = variables + constants + temporaries
     return IpuEstimate(

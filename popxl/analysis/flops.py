@@ -102,8 +102,8 @@ def op_work(op: Op) -> OpWork:
         >>> work.flops.total, work.read, work.written, work.is_elementwise
         (12, 48, 48, True)
     """
-    counted = op.remembered("work", lambda: _of_function(op))
-    return OpWork(*counted, *(sum(map(size_in_bytes, side)) for side in ({*op.inputs}, op.outputs)))
+    function_work = op.remembered("work", lambda: _of_function(op))
+    return OpWork(*function_work, *(sum(map(size_in_bytes, tensors)) for tensors in ({*op.inputs}, op.outputs)))
 
 
 def moved(op: Op) -> int:
@@ -112,7 +112,7 @@ def moved(op: Op) -> int:
     For an op that stores, the bytes of the stored operand count; for one that gathers from replicas or scatters over
     them, those of the larger side.
     """
-    return max(sum(map(size_in_bytes, side)) for side in (op.outputs, op.inputs[:1]))
+    return max(sum(map(size_in_bytes, tensors)) for tensors in (op.outputs, op.inputs[:1]))
 
 
 # In a trace ----------------------------------------------------------------------------------------------------------
@@ -185,17 +185,17 @@ def _of_trace(jaxpr: Any) -> _Count:
 def _of_equation(equation: Any) -> _Count:
     """Operations of one trace equation, including nested traces."""
     name, parameters = equation.primitive.name, equation.params
-    given, made = ([v.aval for v in side] for side in (equation.invars, equation.outvars))
+    operands, results = ([v.aval for v in variables] for variables in (equation.invars, equation.outvars))
     if name in _PRODUCTS:
         return _Count({_PRODUCTS[name](equation): 1})
     if name in _OF_RESULTS:
-        return _Count(others=_numbers(made[0]) * (3 if name == "mul" and _is_complex(made[0]) else 1))
+        return _Count(others=_numbers(results[0]) * (3 if name == "mul" and _is_complex(results[0]) else 1))
     if name in _OF_OPERANDS:
-        return _Count(others=_numbers(given[0]))
+        return _Count(others=_numbers(operands[0]))
     if name in _OF_UPDATES:
-        return _Count(others=_numbers(given[-1]))
+        return _Count(others=_numbers(operands[-1]))
     if name in _OF_WINDOWS:
-        return _Count(others=made[0].size * math.prod(parameters["window_dimensions"]))
+        return _Count(others=results[0].size * math.prod(parameters["window_dimensions"]))
     if name == "fft":
         return _Count(others=_of_fourier(equation))
     inner = traces_in(equation)
@@ -217,20 +217,20 @@ def _numbers(array: Any) -> int:
 
 def _of_fourier(equation: Any) -> int:
     """Operations of a Fourier transform: half for a real operand or result."""
-    given, made, size = equation.invars[0].aval, equation.outvars[0].aval, math.prod(equation.params["fft_lengths"])
-    of_real = not (_is_complex(given) and _is_complex(made))
-    count = (made if _is_complex(given) else given).size // size
+    operand, result, size = equation.invars[0].aval, equation.outvars[0].aval, math.prod(equation.params["fft_lengths"])
+    of_real = not (_is_complex(operand) and _is_complex(result))
+    count = (result if _is_complex(operand) else operand).size // size
     return round(count * 5 * size * math.log2(size)) // (2 if of_real else 1)
 
 
 def _of_product(equation: Any) -> MatrixProduct:
     (contracted, _), (batched, _) = equation.params["dimension_numbers"]
-    left, result = equation.invars[0].aval, equation.outvars[0].aval
-    depth, batch = (math.prod(left.shape[d] for d in each) for each in (contracted, batched))
-    rows = left.size // max(1, depth * batch)
+    operand, result = equation.invars[0].aval, equation.outvars[0].aval
+    depth, batch = (math.prod(operand.shape[d] for d in axes) for axes in (contracted, batched))
+    rows = operand.size // max(1, depth * batch)
     columns = result.size // max(1, rows * batch)
     of_pair = 8 if _is_complex(result) else 2
-    return MatrixProduct(left.dtype.name, of_pair * batch * rows * columns * depth, batch, rows, columns, depth)
+    return MatrixProduct(operand.dtype.name, of_pair * batch * rows * columns * depth, batch, rows, columns, depth)
 
 
 def _of_convolution(equation: Any) -> MatrixProduct:

@@ -54,9 +54,9 @@ class Table:
             >>> Table.first_rows(["n"], [[str(n)] for n in range(20)])[1]
             'and 8 more'
         """
-        found = list(rows)
-        more = [f"and {len(found) - LONGEST} more"] if len(found) > LONGEST else []
-        return [cls(columns, found[:LONGEST]), *more] if found else []
+        all_rows = list(rows)
+        remainder = [f"and {len(all_rows) - LONGEST} more"] if len(all_rows) > LONGEST else []
+        return [cls(columns, all_rows[:LONGEST]), *remainder] if all_rows else []
 
     def _aligned_right(self) -> list[bool]:
         columns = zip(*self.rows, strict=True) if self.rows else ([] for _ in self.columns)
@@ -97,8 +97,8 @@ class Facts:
 
     def html(self) -> str:
         """The facts as HTML."""
-        shown = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in self.values)
-        return f"<dl>{''.join(shown)}</dl>"
+        entries = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in self.values)
+        return f"<dl>{''.join(entries)}</dl>"
 
 
 @dataclass(frozen=True)
@@ -140,19 +140,21 @@ class Page:
     parts: Sequence[str | Table | Facts | Listing | Page]
 
     def __str__(self) -> str:
-        shown = [part for part in self.parts if not isinstance(part, Picture | Facts | Listing)]
-        return "\n\n".join([self.title, *map(_text, shown)])
+        printable = [content for content in self.parts if not isinstance(content, Picture | Facts | Listing)]
+        return "\n\n".join([self.title, *map(_text, printable)])
 
     def html(self, level: int = 3) -> str:
         """The page as a piece of HTML."""
-        return f"<h{level}>{escape(self.title)}</h{level}>" + "".join(_html(part, level + 1) for part in self.parts)
+        return f"<h{level}>{escape(self.title)}</h{level}>" + "".join(
+            _html(content, level + 1) for content in self.parts
+        )
 
     def document(self) -> str:
         """Complete HTML document with one section per page, plus links to sections."""
-        inner = [part for part in self.parts if isinstance(part, Page)]
+        inner = [content for content in self.parts if isinstance(content, Page)]
         links = "".join(f'<a href="#section{i}">{escape(page.title)}</a>' for i, page in enumerate(inner))
         sections = "".join(f'<section id="section{i}">{page.html(2)}</section>' for i, page in enumerate(inner))
-        above = "".join(_html(part, 2) for part in self.parts if not isinstance(part, Page))
+        above = "".join(_html(content, 2) for content in self.parts if not isinstance(content, Page))
         return (
             f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(self.title)}</title>\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{_STYLE}</style>\n</head>\n'
@@ -199,20 +201,20 @@ svg { width: 100%; min-width: 40rem; height: auto; }
 """
 
 
-def _text(part: str | Table | Page) -> str:
-    if isinstance(part, str):
+def _text(content: str | Table | Page) -> str:
+    if isinstance(content, str):
         return textwrap.fill(
-            part, 100, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            content, 100, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
-    return part.text() if isinstance(part, Table) else str(part)
+    return content.text() if isinstance(content, Table) else str(content)
 
 
-def _html(part: str | Table | Facts | Listing | Page, level: int) -> str:
-    if isinstance(part, Page):
-        return part.html(level)
-    if isinstance(part, Picture):
-        return f'<div style="overflow-x: auto">{part}</div>'
-    return f"<p>{escape(part)}</p>" if isinstance(part, str) else part.html()
+def _html(content: str | Table | Facts | Listing | Page, level: int) -> str:
+    if isinstance(content, Page):
+        return content.html(level)
+    if isinstance(content, Picture):
+        return f'<div style="overflow-x: auto">{content}</div>'
+    return f"<p>{escape(content)}</p>" if isinstance(content, str) else content.html()
 
 
 class OnPage(ABC):
@@ -254,8 +256,8 @@ def listed(names: Iterable[str], most: int) -> str:
         >>> listed(["a", "b", "c", "d"], most=2)
         'a, b and 2 more'
     """
-    found = [*names]
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+    items = [*names]
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def bytes_text(count: float) -> str:
@@ -302,7 +304,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    size, unit = next((each for each in units if value >= 0.9995 * each[0]), units[-1 if value else 0])
+    size, unit = next((entry for entry in units if value >= 0.9995 * entry[0]), units[-1 if value else 0])
     number = value / size
     if number >= 99.95 or number == int(number):
         return f"{number:.0f} {unit}"

@@ -34,52 +34,52 @@ def steps(
         lives: live values: each is a part of the second layer.
     """
     height, base = 320, 280
-    held = [below + a for a in lower]
-    totals = [a + b for a, b in zip(held, upper, strict=True)]
+    live = [below + a for a in lower]
+    totals = [a + b for a, b in zip(live, upper, strict=True)]
     ticks = svg.ticks(max(totals, default=below))
     across, up = svg.scale(len(lower) or 1, svg.LEFT, svg.WIDTH - svg.RIGHT), svg.scale(ticks[-1], base, svg.TOP)
 
     def area(first: int, bottoms: Sequence[float], tops: Sequence[float], style: str, tip: str = "") -> str:
-        there = svg.corners(first, tops, across, up)
-        back = reversed(svg.corners(first, bottoms, across, up))
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (*there, *back))
+        upper_edge = svg.corners(first, tops, across, up)
+        lower_edge = reversed(svg.corners(first, bottoms, across, up))
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (*upper_edge, *lower_edge))
         return f'<polygon points="{points}" class="{style}">{f"<title>{escape(tip)}</title>" if tip else ""}</polygon>'
 
-    parts = [svg.text(svg.LEFT, 20, title, "start", 13)]
+    elements = [svg.text(svg.LEFT, 20, title, "start", 13)]
     for value in ticks:
-        parts += [
+        elements += [
             svg.line(svg.LEFT, up(value), svg.WIDTH - svg.RIGHT, up(value)),
             svg.text(svg.LEFT - 8, up(value) + 4, bytes_text(value)),
         ]
     if lower:
-        parts += [
-            area(0, held, totals, "within"),
-            area(0, [below] * len(lower), held, "held"),
+        elements += [
+            area(0, live, totals, "within"),
+            area(0, [below] * len(lower), live, "held"),
             area(0, [0] * len(lower), [below] * len(lower), "always"),
         ]
-        for i, (name, size, first, bottoms) in enumerate(_stacked(held, lives)):
+        for i, (name, size, first, bottoms) in enumerate(_stacked(live, lives)):
             tip = f"{name}: {bytes_text(size)}, steps {first + 1} to {first + len(bottoms)}"
-            parts.append(area(first, bottoms, [bottom + size for bottom in bottoms], f"value v{i % 4}", tip))
+            elements.append(area(first, bottoms, [bottom + size for bottom in bottoms], f"value v{i % 4}", tip))
     if len(totals) <= 1000:  # above that one could not point at a step
-        parts += [
+        elements += [
             f'<rect x="{across(i):.1f}" y="{svg.TOP}" width="{across(1) - across(0):.1f}" '
-            f'height="{up(held[i]) - svg.TOP:.1f}" class="nothing">'
+            f'height="{up(live[i]) - svg.TOP:.1f}" class="nothing">'
             f"<title>{escape(f'{name}: {bytes_text(total)}')}</title></rect>"
             for i, (name, total) in enumerate(zip(names, totals, strict=True))
         ]
     legend = [("there all the time", "always"), ("held between steps", "held"), ("within a step", "within")]
-    return svg.picture(height, [*parts, *svg.legend(legend, height - 16)])
+    return svg.picture(height, [*elements, *svg.legend(legend, height - 16)])
 
 
-def _stacked(held: Sequence[int], lives: Iterable[Held]) -> Iterator[tuple[str, int, int, list[int]]]:
+def _stacked(live: Sequence[int], lives: Iterable[Held]) -> Iterator[tuple[str, int, int, list[int]]]:
     """Stack values by age, oldest at the bottom, above everything left undrawn; gives the lower edge at each step."""
     largest = sorted(lives, key=lambda life: -life[1] * (life[3] - life[2]))[:SHOWN]
-    shown = sorted((life for life in largest if life[1] and life[3] > life[2]), key=lambda life: life[2])
-    heights = [*held]
-    for _, size, first, end in shown:
+    drawn = sorted((life for life in largest if life[1] and life[3] > life[2]), key=lambda life: life[2])
+    heights = [*live]
+    for _, size, first, end in drawn:
         for i in range(first, end):
             heights[i] -= size
-    for name, size, first, end in shown:
+    for name, size, first, end in drawn:
         bottoms = heights[first:end]
         for i in range(first, end):
             heights[i] += size
@@ -96,23 +96,23 @@ def bars(title: str, spans: Iterable[Bar]) -> Picture:
     rows = -(-len(names) // 2)
     ticks = svg.ticks(max((end for *_, end in spans), default=1.0))
     across = svg.scale(ticks[-1], svg.LEFT, svg.WIDTH - svg.RIGHT)
-    parts = [svg.text(svg.LEFT, 20, title, "start", 13)]
+    elements = [svg.text(svg.LEFT, 20, title, "start", 13)]
     for value in ticks:
-        parts += [
+        elements += [
             svg.line(across(value), svg.TOP, across(value), base),
             svg.text(across(value), base + 16, seconds_text(value), "middle"),
         ]
-    parts += [svg.text(svg.LEFT - 8, svg.TOP + 34 * i + 21, lane) for i, lane in enumerate(lanes)]
+    elements += [svg.text(svg.LEFT - 8, svg.TOP + 34 * i + 21, lane) for i, lane in enumerate(lanes)]
     for lane, name, start, end in spans:
-        parts.append(
+        elements.append(
             f'<rect x="{across(start):.2f}" y="{svg.TOP + 34 * lanes.index(lane) + 4}" '
             f'width="{max(across(end) - across(start), 0.5):.2f}" height="26" class="bar {colours[name]}">'
             f"<title>{escape(f'{name}: {seconds_text(end - start)}')}</title></rect>"
         )
     for row in range(rows):
-        shown = [(_shortened(name), colours[name]) for name in names[2 * row : 2 * row + 2]]
-        parts += svg.legend(shown, base + 42 + 18 * row, 380)
-    return svg.picture(base + 36 + 18 * rows, parts)
+        entries = [(_shortened(name), colours[name]) for name in names[2 * row : 2 * row + 2]]
+        elements += svg.legend(entries, base + 42 + 18 * row, 380)
+    return svg.picture(base + 36 + 18 * rows, elements)
 
 
 def scatter(title: str, below: str, beside: str, points: Iterable[tuple[str, str, float, float]]) -> Picture:
@@ -136,34 +136,34 @@ def scatter(title: str, below: str, beside: str, points: Iterable[tuple[str, str
     )
     low, high = 10.0**first, 10.0**last
     right = across(high)
-    parts = [svg.text(svg.LEFT, 20, title, "start", 13)]
-    for value in (10.0**power * part for power in range(first, last + 1) for part in (1, 2, 5)):
+    elements = [svg.text(svg.LEFT, 20, title, "start", 13)]
+    for value in (10.0**power * digit for power in range(first, last + 1) for digit in (1, 2, 5)):
         if value <= high:
-            parts += [
+            elements += [
                 svg.line(across(value), svg.TOP, across(value), base),
                 svg.line(svg.LEFT, up(value), right, up(value)),
                 svg.text(across(value), base + 16, seconds_text(value), "middle"),
                 svg.text(svg.LEFT - 8, up(value) + 4, seconds_text(value)),
             ]
     ends = f'x1="{across(low):.1f}" y1="{up(low):.1f}" x2="{right:.1f}" y2="{up(high):.1f}"'
-    parts.append(f'<line {ends} stroke="#888"/>')
+    elements.append(f'<line {ends} stroke="#888"/>')
     for kind, name, x, y in points:
-        parts.append(
+        elements.append(
             f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3.5" fill-opacity="0.7" '
             f'class="c{kinds.index(kind) % svg.COLOURS}">'
             f"<title>{escape(f'{name}: {seconds_text(x)}, {seconds_text(y)}')}</title></circle>"
         )
-    parts += [
+    elements += [
         svg.text(right + 20, svg.TOP + 12, f"across: {below}", "start"),
         svg.text(right + 20, svg.TOP + 30, f"up: {beside}", "start"),
     ]
     for i, kind in enumerate(kinds):
         y = svg.TOP + 60 + 18 * i
-        parts += [
+        elements += [
             f'<circle cx="{right + 26:.1f}" cy="{y - 4}" r="4" class="c{i % svg.COLOURS}"/>',
             svg.text(right + 38, y, kind, "start"),
         ]
-    return svg.picture(base + 60, parts)
+    return svg.picture(base + 60, elements)
 
 
 def _shortened(name: str) -> str:

@@ -58,26 +58,28 @@ class Accesses:
 
 def dependencies(graph: Graph) -> dict[Op, Needs]:
     """Map each op of a graph to its predecessors. Visits each op and its callees once."""
-    made_of = storages(graph.ops)
-    known: dict[int, Op] = {}
-    inside, outside = Accesses(), Accesses()
+    storages_of = storages(graph.ops)
+    op_by_id: dict[int, Op] = {}
+    tensor_accesses, external_accesses = Accesses(), Accesses()
     needs = {}
     for op in graph.ops:
         data = {t.producer for t in op.inputs if t.producer is not None}
-        data |= inside.add(op, [(s, i in op.modified) for i, t in enumerate(op.inputs) for s in made_of[t]])
-        order = {known[id] for id in op.after}
-        order |= outside.add(op, [(resource, True) for resource in external_resources(op)])
+        data |= tensor_accesses.add(
+            op, [(s, i in op.modified) for i, t in enumerate(op.inputs) for s in storages_of[t]]
+        )
+        order = {op_by_id[id] for id in op.after}
+        order |= external_accesses.add(op, [(resource, True) for resource in external_resources(op)])
         needs[op] = Needs(frozenset(data), frozenset(order))
-        known[op.id] = op
+        op_by_id[op.id] = op
     return needs
 
 
 def external_resources(op: Op) -> Iterator[object]:
     """Resources outside program tensors used by an op or its callees."""
     called = dict.fromkeys(graph for callee in op.called_graphs for graph in reachable(callee))
-    for each in (op, *(inner for graph in called for inner in graph.ops)):
-        for part in each.parts:
-            if part.kind.exchange:
-                yield part.kind.exchange, part.attributes[part.kind.exchange]
-            elif part.kind.effect:
+    for executed in (op, *(inner for graph in called for inner in graph.ops)):
+        for member in executed.parts:
+            if member.kind.exchange:
+                yield member.kind.exchange, member.attributes[member.kind.exchange]
+            elif member.kind.effect:
                 yield "effect"

@@ -263,7 +263,7 @@ class ShardingRule(Trait):
     linear: tuple[str, ...] = ()
 
     def check(self, kind: OpKind) -> None:
-        names = (name.partition("[")[0] for together in self.linear for name in together.split())
+        names = (name.partition("[")[0] for group in self.linear for name in group.split())
         kind.check_operands(names, "is linear in")
 
     def written(
@@ -275,25 +275,27 @@ class ShardingRule(Trait):
     ) -> tuple[list[str], list[str]]:
         """Subscripts of each operand and result; `operands` names tensor operands beside plain values."""
         text = self.subscripts if isinstance(self.subscripts, str) else self.subscripts(shapes, attributes)
-        given, made = (side.split(",") for side in text.split("->"))
-        if len(given) == 1:
-            return given * len(shapes), made
+        operand_texts, result_texts = (texts.split(",") for texts in text.split("->"))
+        if len(operand_texts) == 1:
+            return operand_texts * len(shapes), result_texts
         if operands is not None:
-            each = dict(zip(kind.operand_names(len(given)), given, strict=True))
-            given = [each[name] for name in operands]
-        return given[: len(shapes)], made
+            text_of = dict(zip(kind.operand_names(len(operand_texts)), operand_texts, strict=True))
+            operand_texts = [text_of[name] for name in operands]
+        return operand_texts[: len(shapes)], result_texts
 
     def linear_positions(self, names: Sequence[str]) -> tuple[frozenset[int], ...]:
         """Positions of operands in which the op is linear together, for input names."""
-        found: list[frozenset[int]] = []
-        for together in self.linear:
-            if together.endswith("[i]"):
-                found += (frozenset({k}) for k, name in enumerate(names) if name.startswith(together[:-2]))
+        positions: list[frozenset[int]] = []
+        for entry in self.linear:
+            if entry.endswith("[i]"):
+                positions += (frozenset({k}) for k, name in enumerate(names) if name.startswith(entry[:-2]))
             else:
-                group = {*together.split()}
-                some = (k for k, name in enumerate(names) if not group.isdisjoint((name, name.partition("[")[0])))
-                found.append(frozenset(some))
-        return tuple(found)
+                group = {*entry.split()}
+                group_positions = (
+                    k for k, name in enumerate(names) if not group.isdisjoint((name, name.partition("[")[0]))
+                )
+                positions.append(frozenset(group_positions))
+        return tuple(positions)
 
 
 @dataclass(frozen=True, init=False)
@@ -401,10 +403,12 @@ class Runs(Trait):
         """The op's called graphs with their bindings."""
         runs = []
         first = int(self.chooses)
-        for when, name in zip((True, False), self.graphs, strict=False):
+        for condition, name in zip((True, False), self.graphs, strict=False):
             graph: Graph = op.attributes[name]
             count = len(graph.inputs) - self.own_inputs
-            runs.append(Run(op, graph, self, first, op.inputs[first : first + count], when if self.chooses else None))
+            runs.append(
+                Run(op, graph, self, first, op.inputs[first : first + count], condition if self.chooses else None)
+            )
             first += count
         return tuple(runs)
 
@@ -453,8 +457,8 @@ class Run:
     @property
     def numbers(self) -> range:
         """Iteration numbers, in running order."""
-        counted = range(self.iterations)
-        return counted[::-1] if self.op.attributes.get(self.trait.backwards) else counted
+        in_order = range(self.iterations)
+        return in_order[::-1] if self.op.attributes.get(self.trait.backwards) else in_order
 
     @property
     def carried(self) -> int:

@@ -214,8 +214,8 @@ class Fourier(Protocol):
 def _over_all(function: Callable[..., Any], t: Any, axes: tuple[int, ...], sizes: Any, norm: str | None) -> Any:
     """A transform of complex numbers over any number of axes."""
     for start in range(0, len(axes), _TOGETHER):
-        part = slice(start, start + _TOGETHER)
-        t = function(t, None if sizes is None else sizes[part], axes[part], norm)
+        batch = slice(start, start + _TOGETHER)
+        t = function(t, None if sizes is None else sizes[batch], axes[batch], norm)
     return t
 
 
@@ -234,39 +234,39 @@ def _sizes_of(t: Any, axes: tuple[int, ...], sizes: tuple[int, ...] | None, norm
     """All dimension sizes after cropping and padding, before halving."""
     if norm not in ("backward", "ortho", "forward"):
         raise ValueError(f"`norm` is {norm!r}; expected 'backward', 'ortho' or 'forward'.")
-    places = [one_axis(axis, len(t.shape)) for axis in axes]
-    if not axes or len(set(places)) < len(places):
+    dimensions = [one_axis(axis, len(t.shape)) for axis in axes]
+    if not axes or len(set(dimensions)) < len(dimensions):
         raise ValueError(f"`axes` is {axes}; expected one or more dimensions, each once.")
     if sizes is not None and (len(sizes) != len(axes) or min(sizes) < 1):
         raise ValueError(f"`sizes` is {sizes} and `axes` is {axes}; expected a size of 1 or more for each axis.")
-    found = list(t.shape)
-    for place, size in zip(places, sizes or [t.shape[place] for place in places], strict=True):
-        found[place] = size
-    return found
+    full = list(t.shape)
+    for dimension, size in zip(dimensions, sizes or [t.shape[dimension] for dimension in dimensions], strict=True):
+        full[dimension] = size
+    return full
 
 
-def _fourier(name: str, lowering: Callable[..., Any], meaning: str, made_of: str, gives: str) -> Fourier:
+def _fourier(name: str, lowering: Callable[..., Any], meaning: str, takes: str, gives: str) -> Fourier:
     """Declare a Fourier transform by name: `i` means inverse, `r` real.
 
     Args:
         lowering: `(array, axes, sizes, norm)`.
         meaning: first line of the docstring.
-        made_of, gives: operand and result, for the docstring.
+        takes, gives: operand and result, for the docstring.
     """
     from_real, to_real = name == "rfft", name == "irfft"
 
     def shape(t: Any, *, axes: tuple[int, ...], sizes: tuple[int, ...] | None, norm: str) -> TensorSpec:
-        found, last = _sizes_of(t, axes, sizes, norm), axes[-1]
+        lengths, last = _sizes_of(t, axes, sizes, norm), axes[-1]
         if from_real:
-            found[last] = found[last] // 2 + 1
+            lengths[last] = lengths[last] // 2 + 1
         elif to_real and sizes is None:
-            found[last] = 2 * (found[last] - 1)
+            lengths[last] = 2 * (lengths[last] - 1)
         if from_real and t.dtype.is_complex:
             raise PopxlError("`t` is complex; use `ops.fft`.")
-        made = t.dtype if t.dtype.is_complex else _complex(t.dtype)
-        if found[last] < 1:
+        dtype = t.dtype if t.dtype.is_complex else _complex(t.dtype)
+        if lengths[last] < 1:
             raise PopxlError(f"nothing is left of the axis {last}; say how many numbers it has in `sizes`.")
-        return TensorSpec(tuple(found), made.component_dtype if to_real else made)
+        return TensorSpec(tuple(lengths), dtype.component_dtype if to_real else dtype)
 
     def function(t: Any, *, axes: tuple[int, ...], sizes: tuple[int, ...] | None, norm: str) -> Any:
         return lowering(t, axes, sizes, None if norm == "backward" else norm)  # by `None`, JAX multiplies by nothing
@@ -286,7 +286,7 @@ def _fourier(name: str, lowering: Callable[..., Any], meaning: str, made_of: str
     doc = f"""{meaning}
 
     Args:
-        t: {made_of}
+        t: {takes}
         axes: the dimension to transform, or several; negative ones count from the back.
         sizes: a size for each axis, to which `t` is cut or filled up with zeros first{of_the_result}.
         norm: which direction divides: `"backward"`, the inverse one, by the number of elements; `"forward"`, the other
@@ -307,8 +307,8 @@ def _fourier(name: str, lowering: Callable[..., Any], meaning: str, made_of: str
 
 
 def _several(value: int | Iterable[int], what: str) -> tuple[int, ...]:
-    found = integer_or_integers(value, what)
-    return found if isinstance(found, tuple) else (found,)
+    values = integer_or_integers(value, what)
+    return values if isinstance(values, tuple) else (values,)
 
 
 _ANY, _COMPLEX, _REAL = "complex64 tensor, or a float32 one.", "A new complex64 tensor.", "A new float32 tensor"

@@ -131,10 +131,10 @@ def _results(cond: Any, *inputs: Tensor, then_branch: Graph, else_branch: Graph)
     count = len(then_branch.inputs)
     check_fit(then_branch, inputs[:count], then_branch.inputs)
     check_fit(else_branch, inputs[count:], else_branch.inputs)
-    for k, (t, other) in enumerate(zip(then_branch.outputs, else_branch.outputs, strict=True)):
-        if t.spec.to_tuple() != other.spec.to_tuple():
+    for k, (t, u) in enumerate(zip(then_branch.outputs, else_branch.outputs, strict=True)):
+        if t.spec.to_tuple() != u.spec.to_tuple():
             raise PopxlError(
-                f"output {k} is {brief(t)} in {then_branch.title} and {brief(other)} in {else_branch.title}; the "
+                f"output {k} is {brief(t)} in {then_branch.title} and {brief(u)} in {else_branch.title}; the "
                 "branches have to return the same shapes and dtypes."
             )
     return [t.spec for t in then_branch.outputs]
@@ -150,8 +150,8 @@ def _gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
     site = ConditionalSiteInfo(op)
     infos = [grad_info_for_call(forward, graph) for graph in op.called_graphs]
     bound = [site.parents(then_branch) for then_branch in (True, False)]
-    reached = [parents[t] for info, parents in zip(infos, bound, strict=True) if info for t in info.outputs]
-    wanted = [t for t in dict.fromkeys(reached) if t in forward.follows]
+    candidates = [parents[t] for info, parents in zip(infos, bound, strict=True) if info for t in info.outputs]
+    wanted = [t for t in dict.fromkeys(candidates) if t in forward.follows]
     if not wanted:
         return {}
     branches = []
@@ -169,24 +169,24 @@ def _gradient_branch(
     expected = () if info is None else info.expected_inputs
     seeds = {} if info is None else seeds_of(graph, gs)
     # Tensors from the caller, read there; one tensor may be several outputs, and the first gets its whole gradient.
-    passed = [read(parents[e.fwd_tensor]) if e.is_activation else seeds.pop(e.fwd_tensor, None) for e in expected]
+    values = [read(parents[e.fwd_tensor]) if e.is_activation else seeds.pop(e.fwd_tensor, None) for e in expected]
     branch = graph.ir.create_empty_graph(f"{graph.id}_bwd__branch")
     with branch:
-        given = [
+        operands = [
             seed_or_zeros(None, t) if value is None else branch.add_input(value.spec, t.name, path=t.path)
-            for t, value in zip((e.fwd_tensor for e in expected), passed, strict=True)
+            for t, value in zip((e.fwd_tensor for e in expected), values, strict=True)
         ]
-        found: dict[Tensor, list[Tensor]] = {}
+        by_tensor: dict[Tensor, list[Tensor]] = {}
         if info is not None:
             check_all_seeds_used(seeds, info)
-            for t, g in call_gradient_graph(info, given).items():
-                found.setdefault(parents[t], []).append(g)
+            for t, g in call_gradient_graph(info, operands).items():
+                by_tensor.setdefault(parents[t], []).append(g)
         for t in wanted:
-            parts = found.get(t, [])
-            gradient = add_n(*parts) if len(parts) > 1 else parts[0] if parts else init(t.shape, t.dtype)
+            terms = by_tensor.get(t, [])
+            gradient = add_n(*terms) if len(terms) > 1 else terms[0] if terms else init(t.shape, t.dtype)
             # The zeros of the other branch have no meta-shape.
             branch.add_output(reshape(gradient, t.shape) if gradient.meta_shape else gradient)
-    return branch, [value for value in passed if value is not None]
+    return branch, [value for value in values if value is not None]
 
 
 conditional_kind = OpKind(
@@ -290,7 +290,7 @@ def conditional_with_info(
             cond, *bound[0], *bound[1], then_branch=then_branch, else_branch=else_branch, results=names
         )
     )
-    for graph, given in zip(branches, bound, strict=True):
-        for t, wanted in zip(given, graph.inputs, strict=True):
+    for graph, operands in zip(branches, bound, strict=True):
+        for t, wanted in zip(operands, graph.inputs, strict=True):
             wanted.bound_to(t)
     return site

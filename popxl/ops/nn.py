@@ -134,10 +134,10 @@ def _flat(labels: Any) -> Any:
 
 def _label_values(t: Any, labels: Any, otherwise: float = 0) -> Any:
     """Row value selected by each flat label; `otherwise` for labels out of range."""
-    inside = (labels >= 0) & (labels < t.shape[-1])
+    in_range = (labels >= 0) & (labels < t.shape[-1])
     rows = t.reshape(-1, t.shape[-1])
-    picked = jnp.take_along_axis(rows, jnp.where(inside, labels, 0)[:, None], axis=1, mode="clip")
-    return jnp.where(inside, picked[:, 0], otherwise).astype(wide_dtype(t))
+    selected = jnp.take_along_axis(rows, jnp.where(in_range, labels, 0)[:, None], axis=1, mode="clip")
+    return jnp.where(in_range, selected[:, 0], otherwise).astype(wide_dtype(t))
 
 
 def _label_mask(labels: Any, ignore_index: int | None) -> tuple[Any, Any]:
@@ -158,10 +158,10 @@ def _loss(logs: Any, labels: Any, ignore_index: int | None, reduction: str) -> A
     return losses.sum() / count if reduction == "mean" else losses.sum()
 
 
-def _scale(g: Any, labels: Any, ignore_index: int | None, reduction: str, wide: Any) -> Any:
+def _scale(g: Any, labels: Any, ignore_index: int | None, reduction: str, dtype: Any) -> Any:
     """The incoming gradient of the loss of each flat label: none, for what is ignored."""
     counts, count = _label_mask(labels, ignore_index)
-    g = g.reshape(-1).astype(wide)
+    g = g.reshape(-1).astype(dtype)
     return jnp.where(counts, g / count if reduction == "mean" else g, 0)
 
 
@@ -182,8 +182,8 @@ def _smallest(dtype: Any, float32: float) -> float:
 
 def _nll_lowering(probs: Any, labels: Any, *, ignore_index: int | None, reduction: str, log_prob: bool) -> Any:
     flat = _flat(labels)
-    picked = _label_values(probs, flat)
-    logs = picked if log_prob else jnp.log(jnp.maximum(picked, _smallest(probs.dtype, 1e-7)))
+    selected = _label_values(probs, flat)
+    logs = selected if log_prob else jnp.log(jnp.maximum(selected, _smallest(probs.dtype, 1e-7)))
     return _loss(logs, flat, ignore_index, reduction).reshape(labels.shape if reduction == "none" else ())
 
 

@@ -75,8 +75,8 @@ class Combining(NamedTuple):
         edges = [(windows.begin, windows.end, 0) if a == axis else (0, 0, 0) for a in range(t.ndim)]
         padded = lax.pad(t, np.asarray(self.neutral, t.dtype), edges)
         starts = (windows.count - 1) * windows.stride + 1
-        places = (lax.slice_in_dim(padded, k, k + starts, windows.stride, axis) for k in range(windows.reach))
-        return reduce(self.of_two, places)
+        slices = (lax.slice_in_dim(padded, k, k + starts, windows.stride, axis) for k in range(windows.reach))
+        return reduce(self.of_two, slices)
 
     def by_xla(self, t: Any, windows: Mapping[int, Windows]) -> Any:
         """Reduce windows along several axes with XLA."""
@@ -125,8 +125,8 @@ def largest_of(dtype: Any) -> Combining:
 
 def _max(t: Any, **how: Any) -> Any:
     windows = _windows(t, **how)
-    largest, inside = largest_of(t.dtype).over(t, windows), _unpadded_sizes(windows)
-    return largest if np.ndim(inside) == 0 and inside else jnp.where(inside > 0, largest, jnp.zeros((), t.dtype))
+    largest, counts = largest_of(t.dtype).over(t, windows), _unpadded_sizes(windows)
+    return largest if np.ndim(counts) == 0 and counts else jnp.where(counts > 0, largest, jnp.zeros((), t.dtype))
 
 
 def _max_gradient(g: Any, t: Any, **how: Any) -> Any:
@@ -160,16 +160,16 @@ def _to_largest(g: Any, x: Any, largest: Any, axis: int, windows: Windows) -> An
     slots = -(-(begin + size) // stride)  # windows that begin before the last position
     column = (-1, *(1,) * (x.ndim - axis - 1))
 
-    def at_positions(values: Any, before: int) -> Any:
+    def at_positions(values: Any, offset: int) -> Any:
         """Value, per position, of the latest or an earlier window."""
-        edges = [(before, slots - before - windows.count, 0) if a == axis else (0, 0, 0) for a in range(x.ndim)]
+        edges = [(offset, slots - offset - windows.count, 0) if a == axis else (0, 0, 0) for a in range(x.ndim)]
         padded = lax.pad(values, jnp.zeros((), values.dtype), edges)
         return lax.slice_in_dim(jnp.repeat(padded, stride, axis), begin, begin + size, axis=axis)
 
     total = jnp.zeros(x.shape, g.dtype)
-    for before in range(-(-windows.reach // stride)):
-        within = (positions % stride + before * stride < windows.reach).reshape(column)
-        total += jnp.where(within & (at_positions(largest, before) == x), at_positions(g, before), 0)
+    for offset in range(-(-windows.reach // stride)):
+        within = (positions % stride + offset * stride < windows.reach).reshape(column)
+        total += jnp.where(within & (at_positions(largest, offset) == x), at_positions(g, offset), 0)
     return total
 
 
@@ -201,10 +201,10 @@ def _pool(
     auto_pad = "not_set" if auto_pad is None or is_known_word(auto_pad, [""]) else auto_pad
     if not is_known_word(auto_pad, PAD_TYPES):
         raise KeyError(f"{name}: `auto_pad` is {auto_pad!r}; expected {', '.join(map(repr, PAD_TYPES))}.")
-    for argument, given in neutral.items():
-        only = 0 if argument == "out_pads" else 1
-        if given is not None and any(value != only for value in integers(given, f"{name}: `{argument}`")):
-            raise ValueError(f"{name}: `{argument}` is {given}; only {only} is supported. Leave it out.")
+    for argument, values in neutral.items():
+        neutral_value = 0 if argument == "out_pads" else 1
+        if values is not None and any(value != neutral_value for value in integers(values, f"{name}: `{argument}`")):
+            raise ValueError(f"{name}: `{argument}` is {values}; only {neutral_value} is supported. Leave it out.")
     kernel = integers(kernel_size, f"{name}: `kernel_size`")
     strides = () if stride is None else integers(stride, f"{name}: `stride`")
     pads = () if padding is None else integers(padding, f"{name}: `padding`")

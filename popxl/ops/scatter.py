@@ -38,15 +38,15 @@ def put_block(t: Any, indices: Any, values: Any, axis: int, how: str = "set") ->
         axis: the axis that the indices are for, counted from the front.
         how: `"set"`; or `"add"`, `"max"`, `"min"`, which combine all elements for one position with its old content.
     """
-    view, places = _address(t.shape, indices, values.shape, axis)
-    target = t.reshape(view).at[places]
+    view, index = _address(t.shape, indices, values.shape, axis)
+    target = t.reshape(view).at[index]
     return getattr(target, how)(values, mode="drop", wrap_negative_indices=False).reshape(t.shape)
 
 
 def read_block(t: Any, indices: Any, block: tuple[int, ...], axis: int) -> Any:
     """Gather the block that `put_block` would write; 0 for dropped positions."""
-    view, places = _address(t.shape, indices, block, axis)
-    return t.reshape(view).at[places].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    view, index = _address(t.shape, indices, block, axis)
+    return t.reshape(view).at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def leading(array: Any, shape: tuple[int, ...]) -> Any:
@@ -56,7 +56,7 @@ def leading(array: Any, shape: tuple[int, ...]) -> Any:
 
 def padded(block: Any, shape: tuple[int, ...]) -> Any:
     """A leading block followed by zeros."""
-    return jnp.pad(block, [(0, size - part) for size, part in zip(shape, block.shape, strict=True)])
+    return jnp.pad(block, [(0, size - length) for size, length in zip(shape, block.shape, strict=True)])
 
 
 def _address(shape: tuple[int, ...], indices: Any, block: tuple[int, ...], axis: int) -> tuple[Any, Any]:
@@ -66,11 +66,11 @@ def _address(shape: tuple[int, ...], indices: Any, block: tuple[int, ...], axis:
         slices: list[Any] = [builtins.slice(size) for size in block]  # whole slices, which is many times faster
         slices[axis] = index.reshape(-1)
         return shape, tuple(slices)
-    places = [index if d == axis else lax.broadcasted_iota(jnp.int32, block, d) for d in range(len(block))]
+    axis_indices = [index if d == axis else lax.broadcasted_iota(jnp.int32, block, d) for d in range(len(block))]
     if math.prod(shape) >= _COUNTED_BY_INT32:
-        return shape, tuple(places)
+        return shape, tuple(axis_indices)
     # One number for each element instead of one for each axis: twice as fast on a CPU, reading four times.
-    flat = sum(at * math.prod(shape[d + 1 :]) for d, at in enumerate(places))
+    flat = sum(axis_index * math.prod(shape[d + 1 :]) for d, axis_index in enumerate(axis_indices))
     return (-1,), (jnp.where(index < shape[axis], flat, math.prod(shape)),)
 
 
@@ -78,13 +78,13 @@ def _address(shape: tuple[int, ...], indices: Any, block: tuple[int, ...], axis:
 
 
 def _scattered(t: Any, indices: Any, values: Any, *, axis: int) -> TensorSpec:
-    at = one_axis(axis, len(t.shape))
+    dimension = one_axis(axis, len(t.shape))
     if not len(t.shape) == len(indices.shape) == len(values.shape):
         raise PopxlError("`t`, `indices` and `values` have to have the same rank.")
     for d, (size, index, value) in enumerate(zip(t.shape, indices.shape, values.shape, strict=True)):
         if index > value:
             raise PopxlError(f"in dimension {d} there are {index} `indices` for {value} `values`.")
-        if index > size and d != at:
+        if index > size and d != dimension:
             raise PopxlError(f"in dimension {d}, which is not `axis`, `indices` is larger than `t`: {index} > {size}.")
     return like_first(t)
 
@@ -164,15 +164,15 @@ def _hot_spec(t: Any, num_classes: Any, values: Any, *, axis: int, classes: int 
     rank = len(t.shape)
     if not -1 <= axis <= rank:
         raise PopxlError(f"`axis` is {axis}; expected 0 to {rank}, where the classes are in the result, or -1, last.")
-    at = rank if axis == -1 else axis
-    return TensorSpec(t.shape[:at] + (classes,) + t.shape[at:], values.dtype)
+    dimension = rank if axis == -1 else axis
+    return TensorSpec(t.shape[:dimension] + (classes,) + t.shape[dimension:], values.dtype)
 
 
 def _hot(t: Any, num_classes: Any, values: Any, *, axis: int, classes: int) -> Any:
     index = jnp.expand_dims(or_beyond(t, classes), axis)
-    off, on = widen(values)  # the gradient adds up, and rounds once
-    counted = [classes if d == axis % index.ndim else 1 for d in range(index.ndim)]
-    return jnp.where(index == jnp.arange(classes, dtype=jnp.int32).reshape(counted), on, off)
+    off_value, on_value = widen(values)  # the gradient adds up, and rounds once
+    shape = [classes if d == axis % index.ndim else 1 for d in range(index.ndim)]
+    return jnp.where(index == jnp.arange(classes, dtype=jnp.int32).reshape(shape), on_value, off_value)
 
 
 _onehot = OpKind("OneHot", _hot, shape=_hot_spec, result="onehot_out")

@@ -120,8 +120,8 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
 
         def of_arrays(*arrays: Any) -> Any:
             waiting = iter(arrays)
-            filled = [next(waiting) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            args, kwargs = jax.tree.unflatten(structure, filled)
+            values = [next(waiting) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            args, kwargs = jax.tree.unflatten(structure, values)
             return fn(*args, **kwargs)
 
         try:
@@ -157,10 +157,10 @@ def _without_outer_jit(traced: ClosedJaxpr) -> ClosedJaxpr:
         equations = traced.jaxpr.eqns
         if len(equations) != 1 or equations[0].primitive.name != "jit":
             return traced
-        (only,) = equations
-        if only.invars != traced.jaxpr.invars or only.outvars != traced.jaxpr.outvars:
+        (call_equation,) = equations
+        if call_equation.invars != traced.jaxpr.invars or call_equation.outvars != traced.jaxpr.outvars:
             return traced
-        traced = only.params["jaxpr"]
+        traced = call_equation.params["jaxpr"]
 
 
 def _check(name: str, traced: ClosedJaxpr) -> None:
@@ -222,24 +222,24 @@ class Recorder:
     def record(self, traced: ClosedJaxpr, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Record result tensors for given argument tensors."""
         jaxpr = traced.jaxpr
-        known: dict[Any, Tensor] = dict(zip(jaxpr.invars, inputs, strict=True))
+        tensor_of_value: dict[Any, Tensor] = dict(zip(jaxpr.invars, inputs, strict=True))
         constants, bools = dict(zip(jaxpr.constvars, traced.consts, strict=True)), conditions(jaxpr)
 
         def tensor_of(value: Any) -> Tensor:
             if isinstance(value, Literal):
                 return self.constant_of(value)
-            if value not in known:
-                known[value] = _constant(constants[value], value.aval)
-            return known[value]
+            if value not in tensor_of_value:
+                tensor_of_value[value] = _constant(constants[value], value.aval)
+            return tensor_of_value[value]
 
         for equation in jaxpr.eqns:
             if not equation.outvars:  # nothing needs it
                 continue
             if equation.outvars[0] in bools:
-                known[equation.outvars[0]] = tensor_of(equation.invars[0])
+                tensor_of_value[equation.outvars[0]] = tensor_of(equation.invars[0])
                 continue
             results = self._recorded(equation, tensor_of)
-            known.update(zip(equation.outvars, results, strict=True))
+            tensor_of_value.update(zip(equation.outvars, results, strict=True))
             if self._policy is not None:
                 self.treated[self._policy(equation)].update(results)
         return [tensor_of(value) for value in jaxpr.outvars]
@@ -257,20 +257,20 @@ class Recorder:
 
     def _equation(self, equation: JaxprEqn, read: Callable[[Any], Tensor]) -> Sequence[Tensor]:
         if equation.primitive.name == "jit":
-            inner, given = equation.params["jaxpr"], [read(value) for value in equation.invars]
+            inner, arguments = equation.params["jaxpr"], [read(value) for value in equation.invars]
             if is_from_jax(inner) or self._policy is not None:
-                return self.record(inner, given)
-            results = call(self._graph_of_jitted(inner), *given)
+                return self.record(inner, arguments)
+            results = call(self._graph_of_jitted(inner), *arguments)
             return results[: len(equation.outvars)]  # autodiff may have given the graph further outputs
         if equation.primitive.name in ("random_wrap", "random_unwrap"):  # of a key and its data, which are one tensor
             return [read(equation.invars[0])]
         if equation.primitive.name == "device_put" and (moves := memory_moves(equation)):
             moved = zip(equation.invars, moves, strict=True)
-            return [(offload if to == "Host" else reload)(read(value)) for value, to in moved]
+            return [(offload if space == "Host" else reload)(read(value)) for value, space in moved]
         why = why_one_op(equation, read)
-        made = None if why else record_as_graphs(self, equation, read)
-        if made is not None:
-            return made
+        converted = None if why else record_as_graphs(self, equation, read)
+        if converted is not None:
+            return converted
         kind, operands, attributes = as_op(equation, why)
         return kind.record(*map(read, operands), **attributes).outputs
 
@@ -310,9 +310,9 @@ class Recorder:
     def _graph_of_jitted(self, inner: ClosedJaxpr) -> Graph:
         """The graph of a jitted function. JAX traces it once for the same operands, so that it is made once."""
         graphs = _graphs.setdefault(self.ir, {})
-        found = graphs[inner]() if inner in graphs else None
-        if found is not None and found in self.ir.graphs:
-            return found
+        existing = graphs[inner]() if inner in graphs else None
+        if existing is not None and existing in self.ir.graphs:
+            return existing
         graph = self.graph_of(inner)
         graphs[inner] = graph.ref
         return graph

@@ -83,8 +83,8 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 def first_effect(jaxpr: Jaxpr) -> JaxprEqn | None:
     """First equation with a side effect."""
-    found = (e for e in equations(jaxpr) if e.effects and e.primitive.name != "jit")  # includes nested effects
-    return next(found, None)
+    with_effects = (e for e in equations(jaxpr) if e.effects and e.primitive.name != "jit")  # includes nested effects
+    return next(with_effects, None)
 
 
 def first_foreign(jaxpr: Jaxpr) -> tuple[JaxprEqn | None, str] | None:
@@ -151,10 +151,10 @@ def scan_of(equation: JaxprEqn) -> Loop:
     carried = sum(_rank(outer) == _rank(inner) for outer, inner in pairs)
     inputs = zip(equation.invars, body.jaxpr.invars, strict=True)
     rows = sum(_rank(outer) > _rank(inner) for outer, inner in inputs)
-    same = len(equation.invars) - carried - rows
+    num_invariants = len(equation.invars) - carried - rows
     return Loop(
-        _reordered(body, same, carried),
-        _swapped(equation.invars, same, carried),
+        _reordered(body, num_invariants, carried),
+        _swapped(equation.invars, num_invariants, carried),
         int(equation.params["length"]),
         carried,
         rows,
@@ -168,10 +168,12 @@ def _rank(value: Any) -> int:
 
 def while_loop(equation: JaxprEqn, iterations: int) -> Loop:
     """Convert a `while` with a known trip count to a loop."""
-    of_condition, same = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    of_condition, num_invariants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     body, operands = equation.params["body_jaxpr"], equation.invars[of_condition:]
-    carried = len(operands) - same
-    return Loop(_reordered(body, same, carried), _swapped(operands, same, carried), iterations, carried)
+    carried = len(operands) - num_invariants
+    return Loop(
+        _reordered(body, num_invariants, carried), _swapped(operands, num_invariants, carried), iterations, carried
+    )
 
 
 def _swapped(values: Sequence[Any], first: int, second: int) -> list[Any]:
@@ -179,9 +181,9 @@ def _swapped(values: Sequence[Any], first: int, second: int) -> list[Any]:
     return [*values[first : first + second], *values[:first], *values[first + second :]]
 
 
-def _reordered(body: ClosedJaxpr, same: int, carried: int) -> ClosedJaxpr:
+def _reordered(body: ClosedJaxpr, num_invariants: int, carried: int) -> ClosedJaxpr:
     """A body that takes what is carried first."""
-    return _with_arguments(body, lambda values: _swapped(values, same, carried))
+    return _with_arguments(body, lambda values: _swapped(values, num_invariants, carried))
 
 
 MAX_ITERATIONS = 2**14
@@ -232,12 +234,12 @@ def iteration_count(equation: JaxprEqn, known: Callable[[Any], np.ndarray | None
     return None
 
 
-def _fold_counters(body: ClosedJaxpr, given: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
+def _fold_counters(body: ClosedJaxpr, arguments: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """Constant folding of counters: results of a function, `None` for unknown values."""
-    found: dict[Any, np.ndarray | None] = dict(zip(body.jaxpr.invars, given, strict=True))
+    values: dict[Any, np.ndarray | None] = dict(zip(body.jaxpr.invars, arguments, strict=True))
 
     def read(value: Any) -> np.ndarray | None:
-        return as_counter(value.val, value.aval) if isinstance(value, JaxLiteral) else found.get(value)
+        return as_counter(value.val, value.aval) if isinstance(value, JaxLiteral) else values.get(value)
 
     for equation in body.jaxpr.eqns:
         operands = [read(value) for value in equation.invars]
@@ -247,7 +249,7 @@ def _fold_counters(body: ClosedJaxpr, given: Sequence[np.ndarray | None]) -> lis
         if equation.primitive.name == "convert_element_type":
             compute = partial(np.asarray, dtype=result.aval.dtype)
         if compute is not None:
-            found[result] = as_counter(compute(*operands), result.aval)
+            values[result] = as_counter(compute(*operands), result.aval)
     return [read(value) for value in body.jaxpr.outvars]
 
 
@@ -274,26 +276,26 @@ def conditions(jaxpr: Jaxpr) -> dict[Any, Any]:
         for i, value in enumerate(equation.invars):
             if not isinstance(value, JaxLiteral):
                 uses.setdefault(value, []).append(chooses and i == 0)
-    found = {}
+    bool_of = {}
     for equation in jaxpr.eqns:
         if equation.primitive.name == "convert_element_type" and not isinstance(equation.invars[0], JaxLiteral):
             (bool_,), (number,) = equation.invars, equation.outvars
             aval: Any = bool_.aval
             if aval.dtype == np.bool_ and all(uses.get(number, [False])) and number not in jaxpr.outvars:
-                found[number] = bool_
-    return found
+                bool_of[number] = bool_
+    return bool_of
 
 
 def used_operands(body: ClosedJaxpr) -> list[int]:
     """Positions of the arguments that a function looks at, or returns."""
-    read = {v for e in body.jaxpr.eqns for v in e.invars if not isinstance(v, JaxLiteral)}
-    read.update(v for v in body.jaxpr.outvars if not isinstance(v, JaxLiteral))
-    return [i for i, value in enumerate(body.jaxpr.invars) if value in read]
+    reads = {v for e in body.jaxpr.eqns for v in e.invars if not isinstance(v, JaxLiteral)}
+    reads.update(v for v in body.jaxpr.outvars if not isinstance(v, JaxLiteral))
+    return [i for i, value in enumerate(body.jaxpr.invars) if value in reads]
 
 
-def with_operands(body: ClosedJaxpr, which: Sequence[int]) -> ClosedJaxpr:
+def with_operands(body: ClosedJaxpr, positions: Sequence[int]) -> ClosedJaxpr:
     """Restrict a function to the arguments that it reads."""
-    return _with_arguments(body, lambda values: [values[i] for i in which])
+    return _with_arguments(body, lambda values: [values[i] for i in positions])
 
 
 # Recomputation -------------------------------------------------------------------------------------------------------
@@ -312,10 +314,10 @@ def policy_of(equation: JaxprEqn) -> Policy | None:
 
 def _treatment(policy: Any, equation: JaxprEqn) -> Treatment:
     """Decision of a policy about an equation: a bool, or a value of an unpublished JAX type."""
-    said = policy(equation.primitive, *(value.aval for value in equation.invars), **equation.params)
-    if type(said).__name__ == "Offloadable":
+    decision = policy(equation.primitive, *(value.aval for value in equation.invars), **equation.params)
+    if type(decision).__name__ == "Offloadable":
         return "offload"
-    return "keep" if said is True or type(said).__name__ == "SaveableType" else "recompute"
+    return "keep" if decision is True or type(decision).__name__ == "SaveableType" else "recompute"
 
 
 def memory_moves(equation: JaxprEqn) -> Sequence[str]:

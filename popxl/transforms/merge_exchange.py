@@ -65,9 +65,9 @@ def io_tile_exchange(verify_overlap: bool = True) -> Iterator[None]:
     first_id = graph.ir.counters["op_ids"]
     with io_tiles(), in_sequence(False), merge_exchange():
         yield
-    left = [op for op in graph.ops if op.id >= first_id and not is_init(op)]
-    if verify_overlap and len(left) > 1:
-        ops = ", ".join(f"{op.op_type}.{op.id} ({op.source})" for op in left)
+    remaining = [op for op in graph.ops if op.id >= first_id and not is_init(op)]
+    if verify_overlap and len(remaining) > 1:
+        ops = ", ".join(f"{op.op_type}.{op.id} ({op.source})" for op in remaining)
         raise RuntimeError(
             f"More than one Op remained after io_tile_exchange in {graph.title}: {ops}. Loads and stores are merged "
             "only if none needs another's data. Move everything else out of the block, or pass `verify_overlap=False`."
@@ -80,32 +80,34 @@ def _merge(graph: Graph, first_id: int) -> None:
     They are taken in rounds: an exchange is in the first round that comes after all it needs. So all exchanges of one
     round are free to run together, and there are no more rounds than the longest chain of needs has exchanges.
     """
-    candidates = {op: None for op in graph.ops if op.id >= first_id and all(part.kind.exchange for part in op.parts)}
+    candidates = {
+        op: None for op in graph.ops if op.id >= first_id and all(member.kind.exchange for member in op.parts)
+    }
     if len(candidates) < 2:
         return
     start = graph.ops.index(next(iter(candidates)))
     needs = dependencies(graph)
     groups: dict[tuple[int, int], list[Op]] = defaultdict(list)
     group_of: dict[Op, tuple[int, int]] = {}
-    places: dict[object, int] = {}
+    location_ids: dict[object, int] = {}
     rank: dict[Op, tuple[int, int]] = {}
     completed = {op: 0 for op in graph.ops[:start]}  # for each op, how many rounds are over after it
     for op in graph.ops[start:]:
-        completed[op] = max((completed[before] for before in needs[op].ops), default=0)
+        completed[op] = max((completed[earlier] for earlier in needs[op].ops), default=0)
         rank[op] = (completed[op], -1)
         if op in candidates:
-            place = places.setdefault((op.ipu, op.io_tiles, op.execution_context), len(places))
+            location = location_ids.setdefault((op.ipu, op.io_tiles, op.execution_context), len(location_ids))
             # One that comes first only in order may be in the same exchange, where the order is kept.
-            beside = {b for b in needs[op].order - needs[op].data if b in group_of and group_of[b][1] == place}
-            rounds = [completed[b] for b in needs[op].ops - beside] + [group_of[b][0] for b in beside]
-            rank[op] = group_of[op] = (max(rounds, default=0), place)
+            concurrent = {b for b in needs[op].order - needs[op].data if b in group_of and group_of[b][1] == location}
+            rounds = [completed[b] for b in needs[op].ops - concurrent] + [group_of[b][0] for b in concurrent]
+            rank[op] = group_of[op] = (max(rounds, default=0), location)
             groups[rank[op]].append(op)
             completed[op] = rank[op][0] + 1
     merged = [ops for ops in groups.values() if len(ops) > 1]
     if merged:
         graph.reorder(graph.ops[:start] + sorted(graph.ops[start:], key=rank.__getitem__))
     for ops in merged:
-        parts = [part for op in ops for part in op.parts]
+        members = [member for op in ops for member in op.parts]
         # Free names: no number is used up for a suffix, so later names are the same as without merging.
-        names = [f"{t.name}/exchange" for part in parts for t in part.outputs]
-        graph.replace(ops, partial(multi_exchange_kind, parts=tuple(map(MergedOp.from_op, parts)), results=names))
+        names = [f"{t.name}/exchange" for member in members for t in member.outputs]
+        graph.replace(ops, partial(multi_exchange_kind, parts=tuple(map(MergedOp.from_op, members)), results=names))

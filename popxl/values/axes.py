@@ -48,7 +48,7 @@ class Axes:
                 f"Ir: `axes` must be a dictionary such as {{'data': 16, 'tensor': 8}}; got {sizes!r} "
                 f"({type(sizes).__name__})."
             )
-        found: list[tuple[str, int]] = []
+        named_sizes: list[tuple[str, int]] = []
         ipus = None
         for name, size in sizes.items():
             if not isinstance(name, str):
@@ -60,13 +60,13 @@ class Axes:
                     raise ValueError(
                         f"Ir: the axes {ipus[0]!r} and {name!r} are both of the IPUs; expected one at most."
                     )
-                ipus = name, len(found)
+                ipus = name, len(named_sizes)
                 continue
             count = integer(size, f"Ir: the size of the axis {name!r}")
             if count < 1:
                 raise ValueError(f"Ir: the axis {name!r} has the size {count}; expected 1 or more.")
-            found.append((name, count))
-        return cls(tuple(found), ipus)
+            named_sizes.append((name, count))
+        return cls(tuple(named_sizes), ipus)
 
     def __str__(self) -> str:
         return " × ".join(f"{name} {size}" for name, size in self.sizes)
@@ -76,8 +76,8 @@ class Axes:
         """Sizes by name, as for `from_mapping`."""
         sizes: list[tuple[str, int | Literal["ipus"]]] = [*self.sizes]
         if self.ipus is not None:
-            name, before = self.ipus
-            sizes.insert(before, (name, IPUS))
+            name, position = self.ipus
+            sizes.insert(position, (name, IPUS))
         return dict(sizes)
 
     @property
@@ -92,24 +92,27 @@ class Axes:
 
     def check(self, names: Sequence[str], what: str) -> None:
         """Raise `ValueError` for unknown or repeated axes."""
-        known = [name for name, _ in self.sizes]
+        axis_names = [name for name, _ in self.sizes]
         for name in names:
-            if name not in known:
-                raise ValueError(f"{what}: there is no axis {name!r}; the Ir has {', '.join(map(repr, known))}.")
+            if name not in axis_names:
+                raise ValueError(f"{what}: there is no axis {name!r}; the Ir has {', '.join(map(repr, axis_names))}.")
         if len({*names}) < len(names):
             raise ValueError(f"{what}: an axis is named twice in {tuple(names)!r}; name each once.")
         if not names:
             raise ValueError(
-                f"{what}: no axis is named. Name one or more of {', '.join(map(repr, known))}; "
+                f"{what}: no axis is named. Name one or more of {', '.join(map(repr, axis_names))}; "
                 "`ir.replica_grouping()` is all replicas together."
             )
 
     def assignment(self, names: Sequence[str]) -> list[int]:
         """Group number per replica; groups extend along the given axes."""
         ranges = [range(1 if name in names else size) for name, size in self.sizes]
-        number = {place: group for group, place in enumerate(product(*ranges))}
-        kept = [name not in names for name, _ in self.sizes]
-        return [number[tuple(i * is_kept for i, is_kept in zip(at, kept, strict=True))] for at in self._positions()]
+        number = {coordinates: group for group, coordinates in enumerate(product(*ranges))}
+        spans = [name not in names for name, _ in self.sizes]
+        return [
+            number[tuple(i * is_span for i, is_span in zip(position, spans, strict=True))]
+            for position in self._positions()
+        ]
 
     def strided(self, names: Sequence[str]) -> tuple[int, int] | None:
         """Stride and size of groups; `None` for irregular groups.
@@ -127,8 +130,8 @@ class Axes:
     @property
     def by_stride(self) -> dict[tuple[int, int], str]:
         """The axes with several replicas, by how far apart neighbours are along them, and how many there are."""
-        found = ((self.strided((name,)), name) for name, size in self.sizes if size > 1)
-        return {place: name for place, name in found if place is not None}
+        strided = ((self.strided((name,)), name) for name, size in self.sizes if size > 1)
+        return {stride_and_size: name for stride_and_size, name in strided if stride_and_size is not None}
 
     def strided_names(self, stride: int, group_size: int) -> tuple[str, ...]:
         """The axes along which replicas are together in strided groups; none, if there are no such axes. Axes of size 1
@@ -139,8 +142,10 @@ class Axes:
 
     def names(self, assignment: Sequence[int]) -> tuple[str, ...] | None:
         """Axes that span the groups of an assignment; `None` without match."""
-        first = [place for place, group in zip(self._positions(), assignment, strict=True) if group == assignment[0]]
-        chosen = [name for i, (name, _) in enumerate(self.sizes) if any(place[i] for place in first)]
+        first = [
+            position for position, group in zip(self._positions(), assignment, strict=True) if group == assignment[0]
+        ]
+        chosen = [name for i, (name, _) in enumerate(self.sizes) if any(position[i] for position in first)]
         return tuple(chosen) if self.assignment(chosen) == list(assignment) else None
 
     def _positions(self) -> Iterator[tuple[int, ...]]:

@@ -120,9 +120,9 @@ class Attention(Module):
                 because the layers of a model share it.
             seed: seed for dropout; the same on all replicas along `tensor`, each of which derives its own.
         """
-        kept = None if cache is None else Cache(*cache)
-        known = None if kept is None else kept.known
-        self._check(x, kept)
+        cached = None if cache is None else Cache(*cache)
+        lengths = None if cached is None else cached.known
+        self._check(x, cached)
         if self.group is not None and not (mask is None and cache is None and seed is None):
             raise ValueError("Attention: replicas that have places of texts take no `mask`, `cache` or `seed`.")
         channels = x.shape[-1] // self.heads if self.channels is None else self.channels
@@ -143,15 +143,15 @@ class Attention(Module):
         if self.head_norm is not None:
             self.query_norm, self.key_norm = (RMSNorm(self.tensor) for _ in range(2))
             q, k = self.query_norm(q, self.head_norm), self.key_norm(k, self.head_norm)
-        first = self._first(length) if known is None else known
+        first = self._first(length) if lengths is None else lengths
         if self.rotary is not None:
             q, k = (rotary_positions(t, first, base=self.rotary, stretch=self.stretch) for t in (q, k))
         causal = self.causal
-        if kept is not None:
+        if cached is not None:
             all_keys, all_values = (
-                _appended(before, new, first, kept.slot) for before, new in ((kept.keys, k), (kept.values, v))
+                _appended(stored, new, first, cached.slot) for stored, new in ((cached.keys, k), (cached.values, v))
             )
-            if known is not None:
+            if lengths is not None:
                 k, v = all_keys, all_values
                 mask, causal = _among(_visible_positions(length, k.shape[-2], first, causal), mask), False
         if self.group is not None:
@@ -169,16 +169,16 @@ class Attention(Module):
         size = resolved(self.group, "Attention: `group`").group_size
         return ops.collectives.replicated_slice(ops.arange(0, size * length, length), group=self.group)
 
-    def _check(self, x: popxl.Tensor, kept: Cache | None) -> None:
+    def _check(self, x: popxl.Tensor, cached: Cache | None) -> None:
         """Raise `ValueError` for text shapes incompatible with heads or cache."""
         if x.rank != 3:
             raise ValueError(f"Attention: `x` has the shape {x.shape}; expected (batch, length, width).")
         if self.channels is None and x.shape[-1] % self.heads:
             raise ValueError(f"Attention: the width {x.shape[-1]} cannot be divided by {self.heads} heads.")
-        if kept is not None and kept.slot is not None and (x.shape[0] != 1 or kept.known is not None):
+        if cached is not None and cached.slot is not None and (x.shape[0] != 1 or cached.known is not None):
             raise ValueError(
                 f"Attention: with a `slot`, one text begins; `x` has {x.shape[0]} texts, and "
-                f"{'nothing' if kept.known is None else 'something'} of them has been read (`known`)."
+                f"{'nothing' if cached.known is None else 'something'} of them has been read (`known`)."
             )
 
 
@@ -194,15 +194,15 @@ _append_ = OpKind(
 )
 
 
-def _appended(known: popxl.Tensor, new: popxl.Tensor, first: popxl.Tensor, slot: popxl.Tensor | None) -> popxl.Tensor:
+def _appended(stored: popxl.Tensor, new: popxl.Tensor, first: popxl.Tensor, slot: popxl.Tensor | None) -> popxl.Tensor:
     """Write new rows into a cache in place from position `first`: for all texts, or one slot."""
     if slot is not None:
         start = ops.concat([slot.reshape((1,)), first.reshape((1,))])
-        return ops.dynamic_update_(known, start, new, axes=[0, 2], sizes=[1, new.shape[2]], no_overlap=True)
+        return ops.dynamic_update_(stored, start, new, axes=[0, 2], sizes=[1, new.shape[2]], no_overlap=True)
     if first.rank:
-        return _append_(known, new, first)
+        return _append_(stored, new, first)
     index = ops.cast(first, popxl.uint32) if first.dtype is not popxl.uint32 else first
-    return ops.dynamic_update_(known, index.reshape((1,)), new, axes=[2], sizes=[new.shape[2]], no_overlap=True)
+    return ops.dynamic_update_(stored, index.reshape((1,)), new, axes=[2], sizes=[new.shape[2]], no_overlap=True)
 
 
 def _visible_positions(length: int, max_length: int, first: popxl.Tensor, causal: bool) -> popxl.Tensor:
@@ -212,11 +212,11 @@ def _visible_positions(length: int, max_length: int, first: popxl.Tensor, causal
     return last >= ops.arange(max_length).reshape((1, max_length))
 
 
-def _among(seen: popxl.Tensor, mask: popxl.Tensor | None) -> popxl.Tensor:
+def _among(visible: popxl.Tensor, mask: popxl.Tensor | None) -> popxl.Tensor:
     """Combine visibility with a mask."""
     if mask is None:
-        return seen
-    return ops.logical_and(seen, mask) if mask.dtype is popxl.bool else ops.where(seen, mask, -math.inf)
+        return visible
+    return ops.logical_and(visible, mask) if mask.dtype is popxl.bool else ops.where(visible, mask, -math.inf)
 
 
 # Blocks -------------------------------------------------------------------------------------------------------------
@@ -274,8 +274,8 @@ class MLP(Module):
         entered = parallel.entered(x)
 
         def layer(name: str) -> popxl.Tensor:
-            setattr(self, name, made := parallel.columns(hidden, self.bias))
-            return made(entered)
+            setattr(self, name, linear := parallel.columns(hidden, self.bias))
+            return linear(entered)
 
         inner = activated(self.activation, layer)
         self.down = parallel.rows(x.shape[-1], self.bias)

@@ -42,11 +42,11 @@ def _ring(q: Any, k: Any, v: Any, *, causal: bool, scale: float, group: Group) -
         if distance + 1 < group.size:
             (k, v), (out, logs) = lax.optimization_barrier(((k, v), (out, logs)))
             coming = _shift_arrays(group, 1, k, v)
-        more, more_logs = attention(k, v, False)
+        block_out, block_logs = attention(k, v, False)
         if causal:  # blocks received from behind are of later positions
-            more_logs = jnp.where(group.rank >= distance, more_logs, -jnp.inf)
-        total = jnp.logaddexp(logs, more_logs)
-        out = sum(t * jnp.exp(own - total)[..., None] for t, own in ((out, logs), (more, more_logs)))
+            block_logs = jnp.where(group.rank >= distance, block_logs, -jnp.inf)
+        total = jnp.logaddexp(logs, block_logs)
+        out = sum(t * jnp.exp(weight - total)[..., None] for t, weight in ((out, logs), (block_out, block_logs)))
         logs = total
     return out, logs
 
@@ -55,10 +55,10 @@ def _ring_backward(
     g: Any, q: Any, k: Any, v: Any, out: Any, logs: Any, *, causal: bool, scale: float, group: Group
 ) -> tuple[Any, Any, Any]:
     def gradients(k: Any, v: Any, logs: Any, causal: bool) -> tuple[Any, Any, Any]:
-        found = attention_backward(
+        block_gradients = attention_backward(
             g, q, k, v, out, logs, None, None, is_part=True, causal=causal, scale=scale, dropout=0.0
         )
-        return tuple(t.astype(logs.dtype) for t in found)
+        return tuple(t.astype(logs.dtype) for t in block_gradients)
 
     if group.size == 2:  # both directions are one: XLA would keep the forward pass's blocks, and not send them again
         g, k, v = lax.optimization_barrier((g, k, v))
@@ -72,8 +72,9 @@ def _ring_backward(
         is_later = causal & (group.rank + distance < group.size)
         dk, dv = lax.optimization_barrier((dk, dv))  # or XLA sends the dtype that a kernel rounded them to, not float32
         dk, dv = _shift_arrays(group, -1, dk, dv)
-        more = gradients(k, v, jnp.where(is_later, jnp.inf, logs), False)  # for later positions all weights are 0
-        dq, dk, dv = (t + each for t, each in zip((dq, dk, dv), more, strict=True))
+        # For later positions all weights are 0.
+        block_gradients = gradients(k, v, jnp.where(is_later, jnp.inf, logs), False)
+        dq, dk, dv = (t + dt for t, dt in zip((dq, dk, dv), block_gradients, strict=True))
     return dq, *_shift_arrays(group, -1, dk.astype(k.dtype), dv.astype(v.dtype))
 
 
@@ -82,13 +83,13 @@ def _shift_arrays(group: Group, distance: int, *ts: Any) -> tuple[Any, ...]:
 
 
 def _specs(q: Any, k: Any, v: Any, *, causal: bool, **how: Any) -> Sequence[popxl.TensorSpec]:
-    found = attention_specs(q, k, v, dropout=0.0)
+    specs = attention_specs(q, k, v, dropout=0.0)
     if not k.shape[-2] or (causal and q.shape[-2] != k.shape[-2]):
         raise PopxlError(
             f"a replica has {q.shape[-2]} queries and {k.shape[-2]} keys; expected at least one key, and with `causal` "
             "as many as queries."
         )
-    return found
+    return specs
 
 
 def _gradient(forward: Any, gs: Sequence[popxl.Tensor | None]) -> dict[int, popxl.Tensor]:
@@ -97,8 +98,8 @@ def _gradient(forward: Any, gs: Sequence[popxl.Tensor | None]) -> dict[int, popx
     if g is None:
         return {}
     out, logs = forward.read_in_last_layout(op.outputs[0]), forward.read(op.outputs[1])
-    found = _ring_attention_grad(g, *map(forward.read, op.inputs), out, logs, **op.attributes)
-    return {i: dt for i, dt in enumerate(found) if forward.wants(i)}
+    gradients = _ring_attention_grad(g, *map(forward.read, op.inputs), out, logs, **op.attributes)
+    return {i: dt for i, dt in enumerate(gradients) if forward.wants(i)}
 
 
 _ring_attention = OpKind(

@@ -83,30 +83,30 @@ def gather_weight(shard: popxl.Tensor, dtype: popxl.dtype, group: ReplicaGroupin
         ((3,), (2, 3), popxl.dtypes.bfloat16)
     """
     among = members("gather_weight", group)
-    sent = () if shard.dtype is dtype else (popxl.ops.cast(shard, dtype),)
-    return _gather(shard, *sent, shape=tuple(shard.meta_shape), **among)
+    casts = () if shard.dtype is dtype else (popxl.ops.cast(shard, dtype),)
+    return _gather(shard, *casts, shape=tuple(shard.meta_shape), **among)
 
 
 def _in_own_rows(indices: Any, count: int, group: Group) -> Any:
     """Indices of all members into the own `count` rows of a table; `count` for rows that other members have."""
-    own = group.members(indices.astype(jnp.int32)) - group.rank * count
-    return jnp.where((own >= 0) & (own < count), own, count)
+    local = group.members(indices.astype(jnp.int32)) - group.rank * count
+    return jnp.where((local >= 0) & (local < count), local, count)
 
 
 def _looked_up(shard: Any, indices: Any, *, shape: tuple[int, ...], dtype: popxl.dtype, group: Group) -> Any:
     rows = shard.astype(dtype.as_numpy()).reshape(-1, *shape[1:])
-    own = _in_own_rows(indices, len(rows), group)
-    found = jnp.take(rows, own, axis=0, mode="fill", fill_value=0)
-    received = group.exchanged(found.reshape(-1, *shape[1:]))
+    local = _in_own_rows(indices, len(rows), group)
+    rows_found = jnp.take(rows, local, axis=0, mode="fill", fill_value=0)
+    received = group.exchanged(rows_found.reshape(-1, *shape[1:]))
     # Of each row one member has the numbers, and the others have zeros: the sum rounds nothing.
     return jnp.sum(received.reshape(group.size, *indices.shape, *shape[1:]), 0)
 
 
 def _mean_of_rows(g: Any, indices: Any, *, shape: tuple[int, ...], op: str, group: Group) -> Any:
     count = shape[0] // group.size
-    wide = group.members(g).astype(jnp.promote_types(g.dtype, jnp.float32))
-    total = jnp.zeros((count, *shape[1:]), wide.dtype)
-    total = total.at[_in_own_rows(indices, count, group)].add(wide, mode="drop", wrap_negative_indices=False)
+    gradients = group.members(g).astype(jnp.promote_types(g.dtype, jnp.float32))
+    total = jnp.zeros((count, *shape[1:]), gradients.dtype)
+    total = total.at[_in_own_rows(indices, count, group)].add(gradients, mode="drop", wrap_negative_indices=False)
     return total.reshape(-1) / group.size
 
 
@@ -182,7 +182,7 @@ def is_gather(op: Op) -> bool:
 
 def gathers_weights(op: Op) -> bool:
     """Whether an op calls a graph that gathers weights, or that calls one."""
-    return any(is_gather(inner) for each in op.called_graphs for graph in reachable(each) for inner in graph.ops)
+    return any(is_gather(inner) for callee in op.called_graphs for graph in reachable(callee) for inner in graph.ops)
 
 
 def shares_out_gradients(op: Op) -> bool:
@@ -192,8 +192,8 @@ def shares_out_gradients(op: Op) -> bool:
 
 def gathered_weights_of(graph: popxl.Graph) -> set[popxl.Tensor]:
     """Tensors that a graph computes of gathered weights alone, such as the weights themselves and their transposes."""
-    found: set[popxl.Tensor] = set()
+    tensors: set[popxl.Tensor] = set()
     for op in graph.ops:
-        if is_gather(op) or (op.inputs and found.issuperset(op.inputs)):
-            found.update(op.outputs)
-    return found
+        if is_gather(op) or (op.inputs and tensors.issuperset(op.inputs)):
+            tensors.update(op.outputs)
+    return tensors

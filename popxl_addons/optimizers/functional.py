@@ -87,12 +87,12 @@ def adamw(
         >>> state.keys_flat()
         ['step', 'w.first_moment', 'w.second_moment']
     """
-    how, decay = numbers("adamw", beta1=beta1, beta2=beta2, eps=eps), weight_decays("adamw", weight_decay, decays)
-    kept = check_floating(moment_dtype, "adamw: `moment_dtype`")
-    slots = dict.fromkeys(("first_moment", "second_moment"), kept)
+    constants, decay = numbers("adamw", beta1=beta1, beta2=beta2, eps=eps), weight_decays("adamw", weight_decay, decays)
+    dtype = check_floating(moment_dtype, "adamw: `moment_dtype`")
+    slots = dict.fromkeys(("first_moment", "second_moment"), dtype)
     with popxl.in_sequence():
         step = Step("adamw", variables, gradients, lr, clip_norm, loss_scaling)
-        return update_all(step, _adamw, slots, decay, **how)
+        return update_all(step, _adamw, slots, decay, **constants)
 
 
 def _sgd_formula(
@@ -148,12 +148,12 @@ def sgd(
         >>> state.keys_flat()
         ['step', 'w.velocity']
     """
-    how, decay = numbers("sgd", momentum=momentum), weight_decays("sgd", weight_decay, decays)
-    ahead, kept = flag(nesterov, "sgd: `nesterov`"), check_floating(velocity_dtype, "sgd: `velocity_dtype`")
-    kind, slots = (_momentum, {"velocity": kept}) if how["momentum"] else (_sgd, {})
+    options, decay = numbers("sgd", momentum=momentum), weight_decays("sgd", weight_decay, decays)
+    ahead, dtype = flag(nesterov, "sgd: `nesterov`"), check_floating(velocity_dtype, "sgd: `velocity_dtype`")
+    kind, slots = (_momentum, {"velocity": dtype}) if options["momentum"] else (_sgd, {})
     with popxl.in_sequence():
         step = Step("sgd", variables, gradients, lr, clip_norm, loss_scaling)
-        return update_all(step, kind, slots, decay, **how, nesterov=ahead)
+        return update_all(step, kind, slots, decay, **options, nesterov=ahead)
 
 
 def _lion_formula(
@@ -201,11 +201,11 @@ def lion(
         >>> state.keys_flat()
         ['step', 'w.momentum']
     """
-    how, decay = numbers("lion", beta1=beta1, beta2=beta2), weight_decays("lion", weight_decay, decays)
+    constants, decay = numbers("lion", beta1=beta1, beta2=beta2), weight_decays("lion", weight_decay, decays)
     slots = {"momentum": check_floating(moment_dtype, "lion: `moment_dtype`")}
     with popxl.in_sequence():
         step = Step("lion", variables, gradients, lr, clip_norm, loss_scaling)
-        return update_all(step, _lion, slots, decay, **how)
+        return update_all(step, _lion, slots, decay, **constants)
 
 
 def _adafactor_formula(
@@ -246,8 +246,8 @@ def _adafactor_in_groups(
     **numbers: float,
 ) -> tuple[Array, ...]:
     """Adafactor over replica groups: `group` spans all replicas, `holders` the shards of one group value."""
-    own = Means() if holders is None else ShardedMeans(SubGroup(group, *holders), whole, pieces)
-    return _adafactor_formula(*arrays, means=MeansOverGroups(own, group, axis), **numbers)
+    group_means = Means() if holders is None else ShardedMeans(SubGroup(group, *holders), whole, pieces)
+    return _adafactor_formula(*arrays, means=MeansOverGroups(group_means, group, axis), **numbers)
 
 
 def _matrices_and_vectors(division: str, formula: Callable[..., Any], *traits: Trait) -> tuple[OpKind, OpKind]:
@@ -312,29 +312,29 @@ def adafactor(
     """
     if not isinstance(eps, tuple | list) or len(eps) != 2:
         raise TypeError(f"adafactor: `eps` must be a pair of numbers; got {eps!r} ({type(eps).__name__}).")
-    said = numbers("adafactor", beta2_decay=beta2_decay, update_clip=update_clip)
+    factors = numbers("adafactor", beta2_decay=beta2_decay, update_clip=update_clip)
     smallest = numbers("adafactor", **{"eps[0]": eps[0], "eps[1]": eps[1]})
     named: dict[str, Any] = dict(
-        zip(("beta2_decay", "clip", "eps1", "eps2"), (*said.values(), *smallest.values()), strict=True)
+        zip(("beta2_decay", "clip", "eps1", "eps2"), (*factors.values(), *smallest.values()), strict=True)
     )
     decay = weight_decays("adafactor", weight_decay, decays)
     with popxl.in_sequence():
         step = Step("adafactor", variables, gradients, lr, clip_norm, loss_scaling)
-        for each in step.trained:
-            shape, f32, how = each.whole_shape, popxl.float32, named | {"decay": decay(each.name)}
+        for t in step.trained:
+            shape, f32, attributes = t.whole_shape, popxl.float32, named | {"decay": decay(t.name)}
             matrices, vectors = _of_wholes
-            holders = members("adafactor", each.grouping.const_rg)
-            if each.tensor.meta_shape:
+            holders = members("adafactor", t.grouping.const_rg)
+            if t.tensor.meta_shape:
                 matrices, vectors = _of_shards
-                how |= {"whole": shape, "pieces": each.num_shards, **holders}
-            if each.axis is not None:
+                attributes |= {"whole": shape, "pieces": t.num_shards, **holders}
+            if t.axis is not None:
                 matrices, vectors = _of_groups
-                how |= {"whole": shape, "axis": each.axis - len(shape), **members("adafactor", None)}
-                if each.tensor.meta_shape:
-                    how |= {"holders": (holders["stride"], holders["group_size"])}
+                attributes |= {"whole": shape, "axis": t.axis - len(shape), **members("adafactor", None)}
+                if t.tensor.meta_shape:
+                    attributes |= {"holders": (holders["stride"], holders["group_size"])}
             if len(shape) > 1:
                 rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
-                step.update(matrices, each, {"row_variance": (f32, rows), "column_variance": (f32, columns)}, **how)
+                step.update(matrices, t, {"row_variance": (f32, rows), "column_variance": (f32, columns)}, **attributes)
             else:
-                step.update(vectors, each, {"variance": f32}, **how)
+                step.update(vectors, t, {"variance": f32}, **attributes)
         return step.named_state

@@ -40,38 +40,39 @@ class SerialLoop:
         with graph, popxl.in_sequence():  # a call may change stored tensors in place: its order matters
             row = popxl.graph_input((), popxl.int32, "row")
             seed = {} if self.seed_input is None else _inputs_like([self.seed_input])
-            kept = _inputs_like([t for t in self.graph.inputs if t not in self.loads and t not in seed], by_ref=True)
-            (self._overlapped if overlapped else self._run_rows)(row, seed, kept)
-        return graph, {**seed, **kept}
+            others = [t for t in self.graph.inputs if t not in self.loads and t not in seed]
+            resident = _inputs_like(others, by_ref=True)
+            (self._overlapped if overlapped else self._run_rows)(row, seed, resident)
+        return graph, {**seed, **resident}
 
-    def _run_rows(self, row: Tensor, seed: Values, kept: Values) -> None:
-        def iteration(row: Tensor, i: Tensor, seed: Values, kept: Values) -> Values:
-            return self._run(row, i, {**seed, **self._load(row, i)}, kept)
+    def _run_rows(self, row: Tensor, seed: Values, resident: Values) -> None:
+        def iteration(row: Tensor, i: Tensor, seed: Values, resident: Values) -> Values:
+            return self._run(row, i, {**seed, **self._load(row, i)}, resident)
 
-        self._repeat(self.steps, row, seed, kept, iteration)
+        self._repeat(self.steps, row, seed, resident, iteration)
 
-    def _overlapped(self, row: Tensor, seed: Values, kept: Values) -> None:
+    def _overlapped(self, row: Tensor, seed: Values, resident: Values) -> None:
         """An iteration needs nothing that is loaded during it, so both may happen at once."""
 
-        def iteration(row: Tensor, i: Tensor, ready: Values, kept: Values) -> Values:
+        def iteration(row: Tensor, i: Tensor, ready: Values, resident: Values) -> Values:
             ahead = self._load(row, i + 1)
-            return {**self._run(row, i, ready, kept), **ahead}
+            return {**self._run(row, i, ready, resident), **ahead}
 
         ready = {**seed, **self._load(row, 0)}
-        last = self._repeat(self.steps - 1, row, ready, kept, iteration)
-        self._run(row, self.steps - 1, last, kept)
+        last = self._repeat(self.steps - 1, row, ready, resident, iteration)
+        self._run(row, self.steps - 1, last, resident)
 
-    def _repeat(self, count: int, row: Tensor, carried: Values, kept: Values, iteration: Iteration) -> Values:
+    def _repeat(self, count: int, row: Tensor, carried: Values, resident: Values, iteration: Iteration) -> Values:
         """Repeat an iteration, which turns the carried values into those of the next one. Returns the last ones."""
         body = self.graph.ir.create_empty_graph(suffix_graph_name(self.graph.name, "_repeat_body"))
         with body, popxl.in_sequence():
             i = popxl.graph_input((), popxl.int32, "i")
             own_carried = _inputs_like(carried)
             own_row = popxl.graph_input((), popxl.int32, "row")
-            after = iteration(own_row, i, own_carried, _inputs_like(kept, by_ref=True))
-            for t in (i + 1, *after.values()):
+            carried_out = iteration(own_row, i, own_carried, _inputs_like(resident, by_ref=True))
+            for t in (i + 1, *carried_out.values()):
                 popxl.graph_output(t)
-        _, *last = ops.repeat(body, count, 0, *carried.values(), row, *kept.values())
+        _, *last = ops.repeat(body, count, 0, *carried.values(), row, *resident.values())
         return dict(zip(carried, last, strict=True))
 
     def _load(self, row: Tensor, i: Tensor | int) -> Values:
@@ -85,9 +86,9 @@ class SerialLoop:
             for t, source in self.loads.items()
         }
 
-    def _run(self, row: Tensor, i: Tensor | int, carried: Values, kept: Values) -> Values:
+    def _run(self, row: Tensor, i: Tensor | int, carried: Values, resident: Values) -> Values:
         """Run iteration `i` and store its results. Returns the next seed, if any."""
-        inputs, carry = {**carried, **kept}, {}
+        inputs, carry = {**carried, **resident}, {}
         if self.seed_input is not None:
             inputs[self.seed_input], carry[self.seed_input] = ops.split_random_seed(carried[self.seed_input])
         outputs = ops.call(self.graph, inputs_dict=inputs)

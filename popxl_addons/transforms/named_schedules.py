@@ -33,10 +33,10 @@ def numbered_devices(placement: Sequence[int]) -> list[int]:
 def cycles(placement: Sequence[int], steps: int) -> Rows:
     """Each cycle runs every stage once, on consecutive micro-batches."""
     check(placement, steps)
-    numbered = numbered_devices(placement)
-    rows: Rows = [[] for _ in range(max(numbered) + 1)]
-    for cycle in range(len(numbered) + steps - 1):
-        for stage, device in enumerate(numbered):
+    device_of = numbered_devices(placement)
+    rows: Rows = [[] for _ in range(max(device_of) + 1)]
+    for cycle in range(len(device_of) + steps - 1):
+        for stage, device in enumerate(device_of):
             if 0 <= cycle - stage < steps:
                 rows[device].append(Task(stage, cycle - stage))
     return rows
@@ -50,34 +50,36 @@ def forward_and_backward(
     `warm_up` gives the number of the first ones, by device, devices and forward stages a device; `None` for all.
     """
     check(placement, steps)
-    numbered = numbered_devices(placement)
-    trains = len(numbered) > 1 and numbered == numbered[::-1]
-    forward = numbered[: (len(numbered) + 1) // 2] if trains else numbered
+    device_of = numbered_devices(placement)
+    trains = len(device_of) > 1 and device_of == device_of[::-1]
+    forward = device_of[: (len(device_of) + 1) // 2] if trains else device_of
     devices = max(forward) + 1
-    parts, rest = divmod(len(forward), devices)
-    if rest or forward != [*range(devices)] * parts:
+    stages_per_device, rest = divmod(len(forward), devices)
+    if rest or forward != [*range(devices)] * stages_per_device:
         raise ValueError(
             f"PipelineSchedule: for {name!r} the stages are on the devices {tuple(placement)}, expected devices that "
             "take turns in the forward stages, and for training the same in reverse in the backward stages, such as "
             "(0, 1, 1, 0), (0, 1, 2, 1, 0) or, interleaved, (0, 1, 0, 1, 1, 0, 1, 0)."
         )
-    if parts > 1 and steps % devices:
+    if stages_per_device > 1 and steps % devices:
         raise ValueError(
             f"PipelineSchedule: `steps` is {steps}, expected a multiple of {devices}, the number of devices, as each "
-            f"has {parts} forward stages."
+            f"has {stages_per_device} forward stages."
         )
     groups = [range(first, min(first + devices, steps)) for first in range(0, steps, devices)]
     ends = 2 * len(forward) - 1  # forward stage s has the backward stage `ends - s`
     rows = []
     for device in range(devices):
-        own = range(device, len(forward), devices)
-        is_ready = [Task(s, m) for group in groups for s in own for m in group]
-        add_backward = [Task(ends - s, m) for group in groups for s in reversed(own) for m in group] if trains else []
-        first = warm_up(device, devices, parts)
+        stages = range(device, len(forward), devices)
+        is_ready = [Task(s, m) for group in groups for s in stages for m in group]
+        add_backward = (
+            [Task(ends - s, m) for group in groups for s in reversed(stages) for m in group] if trains else []
+        )
+        first = warm_up(device, devices, stages_per_device)
         first = len(is_ready) if first is None else min(first, len(is_ready))
         pairs = chain.from_iterable(zip_longest(is_ready[first:], add_backward))
         rows.append([*is_ready[:first], *(task for task in pairs if task is not None)])
-    if trains and len(numbered) % 2:  # the last forward stage does the first backward one's work, too
+    if trains and len(device_of) % 2:  # the last forward stage does the first backward one's work, too
         middle = len(forward)
         rows = [[Task(s - (s > middle), m) for s, m in row if s != middle] for row in rows]
     return rows
@@ -93,26 +95,26 @@ def training(placement: Sequence[int], steps: int) -> Pipeline:
     1, and so does each stage with gradients of weights.
     """
     check(placement, steps)
-    numbered = numbered_devices(placement)
-    count = len(numbered)
+    device_of = numbered_devices(placement)
+    count = len(device_of)
     needs = [[s - 1] * (s > 0) for s in range(count)]
-    is_palindrome = count % 2 == 0 and numbered == numbered[::-1]
-    forward, parts = (count // 3, 3) if _is_split(numbered) else (count // 2, 2) if is_palindrome else (0, 0)
+    is_palindrome = count % 2 == 0 and device_of == device_of[::-1]
+    forward, num_phases = (count // 3, 3) if _is_split(device_of) else (count // 2, 2) if is_palindrome else (0, 0)
     for s in range(forward, count):
         activations = (2 if s < 2 * forward else 3) * forward - 1 - s
         needs[s] = sorted({s - 1 if s < 2 * forward else s - forward, activations})
     values = [
-        PipelineValue("activations", s, tuple(n * forward - 1 - s for n in range(2, parts + 1)), 1, numbered[s])
+        PipelineValue("activations", s, tuple(n * forward - 1 - s for n in range(2, num_phases + 1)), 1, device_of[s])
         for s in range(forward)
     ]
-    return Pipeline(numbered, needs, steps, [1.0] * count, values)
+    return Pipeline(device_of, needs, steps, [1.0] * count, values)
 
 
-def _is_split(numbered: Sequence[int]) -> bool:
+def _is_split(device_of: Sequence[int]) -> bool:
     """Whether stages are forward stages, backward stages in reverse, then weight gradients in backward order."""
-    forward, rest = divmod(len(numbered), 3)
-    backward = [*reversed(numbered[:forward])]
-    return not rest and [*numbered[forward:]] == backward * 2
+    forward, rest = divmod(len(device_of), 3)
+    backward = [*reversed(device_of[:forward])]
+    return not rest and [*device_of[forward:]] == backward * 2
 
 
 def _split(
@@ -120,8 +122,8 @@ def _split(
 ) -> Pipeline:
     """Pipeline with separate stages for weight gradients, and forward stages on the devices `forward`."""
     check(placement, steps)
-    numbered = numbered_devices(placement)
-    if not _is_split(numbered) or numbered[: len(numbered) // 3] != forward(max(numbered) + 1):
+    device_of = numbered_devices(placement)
+    if not _is_split(device_of) or device_of[: len(device_of) // 3] != forward(max(device_of) + 1):
         raise ValueError(
             f"PipelineSchedule: for {name!r} the stages are on the devices {tuple(placement)}, expected {example}."
         )
@@ -138,9 +140,9 @@ def zero_bubble(placement: Sequence[int], steps: int) -> tuple[Rows, Pipeline]:
         "forward stages on one device each, backward stages in reverse, and stages with the gradients of weights in "
         "the same order as the backward ones, such as (0, 1, 1, 0, 1, 0)",
     )
-    found = list_schedule(pipeline, Rule(forward_first=True, limits_lead=True, under_way=None), pipeline.devices)
-    assert found is not None, "1F1B holds as many activations"
-    return found, pipeline
+    rows = list_schedule(pipeline, Rule(forward_first=True, limits_lead=True, under_way=None), pipeline.devices)
+    assert rows is not None, "1F1B holds as many activations"
+    return rows, pipeline
 
 
 def dualpipe_v(placement: Sequence[int], steps: int) -> tuple[Rows, Pipeline]:
@@ -173,13 +175,13 @@ def _dualpipe_row(device: int, devices: int, steps: int) -> list[Task]:
         else:
             late.append(6 * devices - 1 - forward)
 
-    after = devices - 1 - device  # the devices that follow
-    for _ in range(2 * after):
+    followers = devices - 1 - device  # the devices that follow
+    for _ in range(2 * followers):
         add_task(outer)
     for _ in range(device + 1):
         add_task(outer)
         add_task(inner)
-    for _ in range(after):
+    for _ in range(followers):
         back(inner)
         add_task(inner)
     for _ in range(steps - 2 * devices + device + 1):
@@ -187,13 +189,13 @@ def _dualpipe_row(device: int, devices: int, steps: int) -> list[Task]:
         back(inner)
         add_task(inner)
         back(outer)
-    for _ in range(after):
+    for _ in range(followers):
         back(inner)
         add_task(inner)
         back(outer)
     for i in range(2 * (device + 1)):  # in the second half, gradients of weights wait
         back(outer if i % 2 else inner, with_weights=i <= device)
-    for _ in range(after):
+    for _ in range(followers):
         add_task(late.popleft())
         back(outer, with_weights=False)
     for stage in late:

@@ -185,9 +185,9 @@ class StageContext:
         rows = self.schedule.rows
         for graph in dict.fromkeys(graph for graph, _, _ in self._stashed):
             values = [
-                PipelineValue(graph.name, made_in, (read_in,), 1, _row_of(rows, made_in))
-                for each, made_in, read_in in self._stashed
-                if each is graph
+                PipelineValue(graph.name, source, (reader,), 1, _row_of(rows, source))
+                for called, source, reader in self._stashed
+                if called is graph
             ]
             stashed = self.schedule.simulate(values=values).stashed_bytes
             requested.live_micro_batches[graph] = max(requested.live_micro_batches.get(graph, 1), *stashed)
@@ -243,13 +243,13 @@ class StageContext:
         to_stage = self._current_stage("stash_and_restore_tensor")
         if t not in popxl.gcg():
             raise ValueError(f"stash_and_restore_tensor: {t!r} is not in the current graph, {popxl.gcg().title}.")
-        made_in = self._producing_stage(t)
-        if from_stage is None and made_in is None:
+        source = self._producing_stage(t)
+        if from_stage is None and source is None:
             raise RuntimeError(
                 f"stash_and_restore_tensor: no op of the pipeline makes {t!r}, so `from_stage` has to say which stage "
                 "it comes from."
             )
-        return self._carry_to_stage(t, made_in if from_stage is None else from_stage, to_stage)  # type: ignore[arg-type]
+        return self._carry_to_stage(t, source if from_stage is None else from_stage, to_stage)  # type: ignore[arg-type]
 
     def stash_and_restore_activations(
         self, call_info: CallSiteInfo, grad_info: GradGraphInfoLike
@@ -275,9 +275,9 @@ class StageContext:
         if from_stage in (BEFORE, to_stage):
             return inputs
         self._stashed.append((call_info.called_graph, from_stage, to_stage))
-        made_inside = dict.fromkeys(t for t in inputs.values() if self._producing_stage(t) is not None)
-        restored = {t: self._carry_to_stage(t, from_stage, to_stage) for t in made_inside}
-        restored = {t: kept if t.shape else kept.reshape(()) for t, kept in restored.items()}
+        from_pipeline = dict.fromkeys(t for t in inputs.values() if self._producing_stage(t) is not None)
+        restored = {t: self._carry_to_stage(t, from_stage, to_stage) for t in from_pipeline}
+        restored = {t: value if t.shape else value.reshape(()) for t, value in restored.items()}
         return {of_graph: restored.get(t, t) for of_graph, t in inputs.items()}
 
     def _carry_to_stage(self, t: popxl.Tensor, from_stage: int, to_stage: int) -> popxl.Tensor:
@@ -290,16 +290,16 @@ class StageContext:
             )
         if not self._in_rings:
             with self._stage_context(from_stage):
-                kept = ops.identity(t)  # `t` may be changed in place later
-            return kept if t.shape else kept.reshape((1,))
+                copy = ops.identity(t)  # `t` may be changed in place later
+            return copy if t.shape else copy.reshape((1,))
         ipu = t.location[0]
         with get_current_context().set(ipu_id=get_current_context().ipu_id if ipu is None else ipu):
             facts, write = self._stash.create_graph(t, slots)
             ring = self._zeros(facts)
             with self._stage_context(from_stage):
                 write.bind(ring).call(t)
-        facts, read = self._restore.create_graph(ring.stash)
-        (restored,) = read.bind(self._zeros(facts)).call(ring.stash)
+        facts, restore = self._restore.create_graph(ring.stash)
+        (restored,) = restore.bind(self._zeros(facts)).call(ring.stash)
         return restored
 
     def _zeros(self, facts: NamedVariableFactories) -> NamedTensors:
@@ -319,11 +319,11 @@ class StageContext:
 
     @contextmanager
     def _stage_context(self, stage: int) -> Iterator[None]:
-        before, self._current = self._current, stage
+        outer, self._current = self._current, stage
         try:
             yield
         finally:
-            self._current = before
+            self._current = outer
 
 
 def _row_of(rows: Sequence[Sequence[Task]], stage: int) -> int:

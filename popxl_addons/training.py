@@ -266,7 +266,7 @@ def _warn_of_other_division(memory: Any, count: int, location: StateLocation) ->
     """Warn of a plan that was made for more micro-batches, or for the state on the host: the step needs more memory."""
     if not isinstance(memory, MemoryPlan):
         return
-    stated = {}
+    stated: dict[str, tuple[Any, Any]] = {}
     if count < memory.micro_batches:
         stated["micro_batches"] = (memory.micro_batches, count)
     if location == "device" and memory.optimizer_state == "host":

@@ -165,6 +165,8 @@ def train_step(
         if memory is None and any(t.meta_shape for t in forward.args.tensors):
             treated = "everything"  # but for the weights that layers gather
         planned = None if treated is None else PlannedGradients(forward.graph, cast(Any, treated), count, location)
+        if planned is not None:
+            planned.warn_if_nothing_is_saved()
         bound = _bound(forward.args, weights, variables)
         mean, unreduced = _gradients(forward, bound, batches, accumulate * count, scale, planned)
         gradients = {

@@ -164,7 +164,11 @@ class ModelGraph:
             )
         if requested is not None and not has_checkpoints:
             plan = requested.memory_of(plan)
-        return None if plan is None else PlannedGradients(self.graph, plan)
+        if plan is None:
+            return None
+        planned = PlannedGradients(self.graph, plan)
+        planned.warn_if_nothing_is_saved()
+        return planned
 
     def _recomputed(self, gradient: GradGraphInfo) -> GradGraphInfo:
         """Rewrite the gradient of a called graph to recompute activations of recomputed regions."""

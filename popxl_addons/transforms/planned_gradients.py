@@ -9,6 +9,7 @@ from typing import get_args
 import popxl
 from popxl.extend.graphs import own_flops
 from popxl.extend.memory import GraphNeeds, StateLocation, Treatments, current_request
+from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.transforms import GradGraphInfo
 from popxl_addons.grad_info import remap_grad_info
 from popxl_addons.ops.weight_gather import gathers_weights
@@ -84,6 +85,18 @@ class PlannedGradients:
         self._budget_request = current_request()
         if self._budget_request is not None:
             self._budget_request.applied.append(self)
+
+    def warn_if_nothing_is_saved(self) -> None:
+        """Warn of a whole model of which nothing is kept, if its backward pass follows its forward pass at once."""
+        if self.covers_model and self.memory == "nothing" and self._budget_request is None:
+            warn_at(
+                SourceLocation.of(user_frame()),
+                f"memory: {self.model.title} calls no graph, so it is planned as a whole, and 'nothing' computes all "
+                "of it again before its gradients read it, at once: it needs as much memory as without. Call layers "
+                "as graphs (`create_graph`), each of which is then computed again by itself, or keep some "
+                "activations: memory='products'.",
+                UserWarning,
+            )
 
     @property
     def plan(self) -> MemoryPlan:

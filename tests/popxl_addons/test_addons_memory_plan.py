@@ -134,7 +134,9 @@ def test_forward_graphs_that_run_again_are_not_merged(way: str) -> None:
 @pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_model_that_calls_no_graphs(accumulate: int) -> None:
-    found = trained("nothing", Flat, accumulate=accumulate)
+    """All of it would be computed again at once, and be in memory until it is read."""
+    with pytest.warns(UserWarning, match="calls no graph, so it is planned as a whole, and 'nothing' computes all"):
+        found = trained("nothing", Flat, accumulate=accumulate)
     assert_same(found, trained(None, Flat, accumulate=accumulate))
     (graph,) = found[2].graphs
     assert graph.graph == "Flat" and not graph.paths("keep") and graph.paths("recompute")

@@ -3,7 +3,7 @@
     python -m tests.targets.attention [--targets "tpu v5e"] [--only "BERT"] [--layers 4] [--into docs/targets.md]
 
 Models of `transformers` in bfloat16 as users train them: with padding, with the dropout of their configurations, or
-with images of 197 patches. Without kernels, attention is computed in blocks of plain JAX.
+with images of 197 tokens. Without kernels, attention is computed in blocks of plain JAX.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.targets.torch_models import Classifier
 Inputs = tuple[torch.Tensor, ...]
 
 HEAD = """\
-| | model | kernels | GB | kernels | temporaries, MB | million cycles |
+| | model | attention | GB | kernels | temporaries, MB | million cycles |
 |---|---|---|---|---|---|---|"""
 
 
@@ -118,7 +118,7 @@ def main() -> None:
         for name in MODELS:
             for with_kernels in (True, False):
                 if asked.only in name:
-                    about = [target, name, "yes" if with_kernels else "no"]
+                    about = [target, name, "kernels" if with_kernels else "blocks"]
                     table.add(about, lambda: costs(name, asked.layers, target, with_kernels))  # noqa: B023
 
 

@@ -112,7 +112,7 @@ def compare(
     axes is left out, as the order of its shards is unknown. Each replica's copy of an unsharded variable is
     compared; but copies that begin at zero and differ, and whose mean is that of one replica, such as sums of gradients
     before their reduction, are left out if nothing else differs in several steps. Outputs of one element are compared
-    by their mean over replicas.
+    by their mean over replicas; those whose names differ are matched by their order.
 
     Args:
         program: function that builds the program for given axes, as `popxl.Ir(axes=axes)` does, and returns its `Ir`.
@@ -182,7 +182,8 @@ class _Experiment:
         self.inputs = self._pairs(_by_name(single.get_all_h2d_streams()), _by_name(replicated.get_all_h2d_streams()))
         if unknown := self.divided.keys() - self.inputs.keys():
             raise ValueError(f"compare: `divided` names {sorted(unknown)}; the input streams are {[*self.inputs]}.")
-        self.outputs = self._pairs(_by_name(single.get_all_d2h_streams()), _by_name(replicated.get_all_d2h_streams()))
+        outputs = _by_name(single.get_all_d2h_streams())
+        self.outputs = self._pairs(outputs, _named_alike(outputs, _by_name(replicated.get_all_d2h_streams())))
         self.variables = self._pairs(_by_name(single.main_graph.variables), _by_name(replicated.main_graph.variables))
         for _, v in self.variables.values():
             if v.piece is None and not v.location_info.isRemote() and v.replica_grouping.group_size > 1:
@@ -387,6 +388,17 @@ def _number(value: Any) -> float:
 
 def _by_name(tensors: Any) -> dict[str, Any]:
     return {each.tensor.name if isinstance(each, Stream) else each.name: each for each in tensors}
+
+
+def _named_alike(singles: Mapping[str, Stream], replicated: Mapping[str, Stream]) -> dict[str, Stream]:
+    """Streams of the replicated program under the names of one replica. Names that only one of both programs has are of
+    the same streams, in order, if they are as many and of equal specs: so a loss has another name once it is reduced.
+    """
+    own, others = ([name for name in a if name not in b] for a, b in ((singles, replicated), (replicated, singles)))
+    if [singles[name].tensor.spec for name in own] != [replicated[name].tensor.spec for name in others]:
+        return dict(replicated)
+    renamed = dict(zip(others, own, strict=True))
+    return {renamed.get(name, name): stream for name, stream in replicated.items()}
 
 
 def _axis(single: Variable, replicated: Variable) -> int | None:

@@ -45,6 +45,23 @@ def test_the_kit_trains_as_one_replica(settings: dict[str, object]) -> None:
     assert report and "loss" in report.compared and "no difference" in str(report)
 
 
+def test_a_loss_is_compared_whose_stream_is_named_after_it() -> None:
+    """The name of a loss that is reduced over replicas is another one."""
+
+    def program(axes: dict[str, int]) -> popxl.Ir:
+        ir = popxl.Ir(axes=axes)
+        with ir.main_graph:
+            x = popxl.h2d_stream((8 // axes["data"], 6), F32, "x")
+            training = addons.train_step(Net(), x, optimizer=partial(optimizers.sgd, lr=0.1))
+            addons.host_store(training.loss if axes["data"] == 1 or not is_wrong else training.loss + 1.0)
+        return ir
+
+    for is_wrong in (False, True):
+        report = compare(program, axes={"data": 2}, steps=1)
+        assert "mean_out_stream" in report.compared and not report.left_out
+        assert [each.what for each in report.differences] == ["mean_out_stream"] * is_wrong
+
+
 def ring_attention(axes: dict[str, int]) -> popxl.Ir:
     """Texts in pieces, which go round the replicas along `text`."""
     return kit(partial(Ring, "text"), axes, (4 // axes["data"], 8 // axes["text"], 8))

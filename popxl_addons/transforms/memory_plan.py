@@ -46,9 +46,11 @@ class Activation(NamedTuple):
         tensor: tensor of the forward graph.
         made_by: op that computes it, within a called graph if that computes it.
         path: name in plans: names of the called graphs on the way, then that of the tensor. It does not depend on other
-            graphs of the program: equal names within a graph are numbered, as in `tanh_out#2`.
+            graphs of the program: equal names within a graph are numbered, as in `tanh_out#2`. Scopes that the name
+            repeats stand there once.
         name: the path with the tensor's name as graphs print it, such as `tanh_out__t7`.
         is_gathered: whether it is computed of gathered weights alone, which policies do not keep.
+        long_path: the path with repeated scopes, as in older plans.
     """
 
     tensor: popxl.Tensor
@@ -56,6 +58,7 @@ class Activation(NamedTuple):
     path: str
     name: str
     is_gathered: bool = False
+    long_path: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +85,23 @@ class Activation(NamedTuple):
 
 _GIVEN = re.compile(r"__t\d+")
 """Suffix that makes tensor names unique: a number that counts through all graphs of a program."""
+
+
+_REPEATED = re.compile(r"(?<![^/.])((?:[^/]+/)+?)\1+")
+
+
+def without_repeated_scopes(path: str) -> str:
+    """A path, or a pattern of paths, with each repeated scope once.
+
+    The name of a view is made of the name of its operand, which already has the scope.
+
+    Example:
+        >>> without_repeated_scopes("block.mlp/up/mlp/up/mlp/up/matmul_out_reshaped_T")
+        'block.mlp/up/matmul_out_reshaped_T'
+    """
+    while (shorter := _REPEATED.sub(r"\1", path)) != path:
+        path = shorter
+    return path
 
 
 def is_transposed_input(t: popxl.Tensor) -> bool:
@@ -118,15 +138,22 @@ def candidates(info: GradGraphInfo) -> list[Activation]:
             continue
         tensors += [t for t in reversed(op.outputs) if t in wanted and t not in provided]
         wanted.update(op.inputs)
-    path_counts = Counter[str]()
-    activations, gathered = [], gathered_weights_of(forward)
-    for t in reversed(tensors):
-        producer, name = _origin(t)
-        path = _GIVEN.sub("", name)
-        path_counts[path] += 1
-        path = path if path_counts[path] == 1 else f"{path}#{path_counts[path]}"
-        activations.append(Activation(t, producer, path, name, t in gathered))
-    return activations
+    tensors.reverse()
+    gathered = gathered_weights_of(forward)
+    producers, names = zip(*map(_origin, tensors), strict=True) if tensors else ((), ())
+    long_paths = [_GIVEN.sub("", name) for name in names]
+    taken = {*long_paths}
+    paths = [long if (short := without_repeated_scopes(long)) in taken else short for long in long_paths]
+    columns = (tensors, producers, _numbered(paths), names, [t in gathered for t in tensors], _numbered(long_paths))
+    return [Activation(*row) for row in zip(*columns, strict=True)]
+
+
+def _numbered(paths: Iterable[str]) -> Iterator[str]:
+    """Paths with numbers behind equal ones, from the second on."""
+    counts = Counter[str]()
+    for path in paths:
+        counts[path] += 1
+        yield path if counts[path] == 1 else f"{path}#{counts[path]}"
 
 
 def activations_of(info: GradGraphInfo) -> list[Activation]:
@@ -198,12 +225,9 @@ class GraphPlan(BaseModel):
 
     def with_treatment(self, treatment: Treatment, patterns: Iterable[str]) -> Self:
         """Copy of the plan with a new treatment for activations whose paths match any pattern."""
-        lines = [
-            a.model_copy(update={"treatment": treatment})
-            if any(fnmatch.fnmatchcase(a.path, pattern) for pattern in patterns)
-            else a
-            for a in self.activations
-        ]
+        paths = [a.path for a in self.activations]
+        matches = {path for pattern in patterns for path in _matches(paths, pattern)}
+        lines = [a.model_copy(update={"treatment": treatment}) if a.path in matches else a for a in self.activations]
         return self.model_copy(update={"activations": tuple(lines)})
 
 
@@ -292,7 +316,7 @@ class MemoryPlan(OnPage, BaseModel):
                 "with_treatments: there are no `patterns`; expected paths as the plan prints them, or '*' for all."
             )
         paths = [activation.path for graph in self.graphs for activation in graph.activations]
-        if missing := [pattern for pattern in patterns if not fnmatch.filter(paths, pattern)]:
+        if missing := [pattern for pattern in patterns if not _matches(paths, pattern)]:
             raise ValueError(matches_nothing("with_treatments", missing, paths))
         totals, calls_before = self._calls(), Counter[str]()
         if totals and all(_is_beyond(calls, total) for total in totals.values()):
@@ -347,6 +371,13 @@ class MemoryPlan(OnPage, BaseModel):
         if not self.graphs:
             content.append("The gradients read no activations that could be recomputed.")
         return Page("Memory plan", content)
+
+
+def _matches(paths: Sequence[str], pattern: str) -> list[str]:
+    """Paths that a pattern matches, or else those that it matches without repeated scopes, as of older plans."""
+    matches = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
+    shorter = without_repeated_scopes(pattern)
+    return matches if matches or shorter == pattern else _matches(paths, shorter)
 
 
 def _is_beyond(calls: slice, total: int) -> bool:

@@ -204,7 +204,8 @@ class PlannedGradients:
         if planned is None:  # no gradient flowed through the graph where the plan was made
             return {a.path: "keep" for a in activations}
         paths = [a.path for a in activations]
-        names = {a.name: a.path for a in activations} | {path: path for path in paths}  # older plans have names
+        names = {older: a.path for a in activations for older in (a.name, a.long_path)}
+        names |= {path: path for path in paths}
         if missing := [a.path for a in planned.activations if a.path not in names]:
             raise ValueError(matches_nothing(f"memory, the plan of {planned.graph}", missing, paths))
         stated: dict[str, Treatment] = {names[a.path]: a.treatment for a in planned.activations}

@@ -378,7 +378,9 @@ def _chosen(
             continue
         check_type(item, str, f"recompute_graph: each of `{name}`", "a tensor of the forward graph, or a path")
         matches = {
-            a.tensor for a in activations if fnmatch.fnmatchcase(a.path, item) or fnmatch.fnmatchcase(a.name, item)
+            a.tensor
+            for a in activations
+            if any(fnmatch.fnmatchcase(path, item) for path in (a.path, a.name, a.long_path))
         }
         if not matches:
             raise ValueError(matches_nothing(f"recompute_graph: `{name}`", [item], [a.path for a in activations]))

@@ -176,6 +176,51 @@ def test_paths_do_not_depend_on_the_rest_of_a_program() -> None:
     assert paths[0] == paths[1] == ["tanh_out", "tanh_out#2"]
 
 
+class Scoped(addons.Module):
+    """A model whose layer is in a scope, where the result of a product is reshaped and transposed."""
+
+    def build(self, x: popxl.Tensor, seed: popxl.Tensor) -> popxl.Tensor:
+        w = self.add_variable_input("w", partial(np.random.normal, 0, 0.1, (x.shape[-1], 48)), x.dtype)
+        v = self.add_variable_input("v", partial(np.random.normal, 0, 0.1, (96, 5)), x.dtype)
+        with popxl.name_scope("mlp"), popxl.name_scope("up"):
+            h = ops.transpose(ops.reshape(x @ w, (96, 48)))
+            h = ops.exp(h @ v)
+        return ops.mean(ops.dropout(h, seed, p=0.25))
+
+
+def test_paths_have_each_scope_once(tmp_path: Path) -> None:
+    """Paths of older plans, with repeated scopes, stay known."""
+    plan, long = trained("everything", Scoped)[2], "mlp/up/mlp/up/mlp/up/matmul_out_reshaped_T"
+    (graph,) = plan.graphs
+    assert graph.paths("keep")[:2] == ("mlp/up/matmul_out_reshaped_T", "mlp/up/exp_out")
+    changed = plan.with_treatments("recompute", long)
+    assert changed.graphs[0].paths("recompute") == ("mlp/up/matmul_out_reshaped_T",)
+    changed.write_json(tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(text.replace("mlp/up/matmul_out_reshaped_T", long))
+    old = addons.MemoryPlan.read_json(tmp_path / "plan.json")
+    assert old.graphs[0].paths("recompute") == (long,)
+    assert trained(old, Scoped)[2] == trained(changed, Scoped)[2] != plan
+
+
+def test_equal_paths_without_repeated_scopes_stay_apart(ir: popxl.Ir) -> None:
+    def build(x: popxl.Tensor, v: popxl.Tensor) -> popxl.Tensor:
+        with popxl.name_scope("up"):
+            h = ops.exp(x)
+            first = ops.reshape(h, (2, 6)) @ v + ops.reshape(ops.tanh(x), (2, 6)) @ v
+        return ops.sum(first + ops.reshape(h, (2, 6)) @ ops.exp(v))
+
+    specs = [popxl.TensorSpec(shape, popxl.float32) for shape in ((4, 3), (6, 5))]
+    grad = addons.GraphWithNamedArgs(ir.create_graph(build, *specs)).autodiff()
+    paths = [each.path for each in activations_of(grad.grad_graph_info)]
+    views = ["up/up/exp_out_reshaped", "up/tanh_out_reshaped", "up/exp_out_reshaped"]
+    assert [path for path in paths if path.endswith("reshaped")] == views
+    for path in ("up/up/exp_out_reshaped", "up/up/tanh_out_reshaped", "up/exp_out_reshaped"):
+        for how in ({"keep": [path]}, {"offload": [path]}):
+            again = addons.recompute_graph(grad, **how)  # type: ignore[arg-type]
+            assert [t.name.partition("_offload")[0] for t in again.graph.inputs if "reshaped" in t.name] == [path]
+
+
 def test_accumulation(plain: tuple[Any, ...]) -> None:
     assert_same(trained("nothing", accumulate=3), trained(None, accumulate=3))
 

@@ -57,11 +57,11 @@ def warn_of_rows(data_iter: DataIter, name: str | None, groups: int) -> None:
     """Warn about array data without one row per replica group, perhaps intended as one value."""
     shape = getattr(data_iter, "shape", ())
     if shape and shape[0] != groups:
-        whom = "each group of replicas" if groups > 1 else "each variable"
+        owner = "each group of replicas" if groups > 1 else "each variable"
         warn_at(
             SourceLocation.of(user_frame()),
             f"VariableFactory `{name}`: `data_iter` is an array of the shape {tuple(shape)}, which is taken for "
-            f"{shape[0]} values, one for {whom}. If it is one value, wrap it in a `lambda`; if not, in `iter`.",
+            f"{shape[0]} values, one for {owner}. If it is one value, wrap it in a `lambda`; if not, in `iter`.",
             RowsAsValuesWarning,
         )
 

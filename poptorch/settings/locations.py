@@ -7,7 +7,7 @@ from typing import Any, Self
 from poptorch.base.logging_ import logger
 from poptorch.settings.setting import NO_EFFECT, OptionsDict, Setting, setting
 
-_TOLD = f"{NO_EFFECT}, as a warning says"
+_WARNED = f"{NO_EFFECT}, as a warning says"
 _OF_ELEMENTS = {"valid": lambda count: count is None or count >= 0, "expects": "an integer, 0 or more, or None"}
 
 
@@ -45,8 +45,8 @@ class TensorLocationSettings(OptionsDict):
         "that share it; not for activations, as a warning says",
         "useReplicatedTensorSharding",
     )
-    use_io_tiles_to_load: bool | None = setting(None, _TOLD, "useIOTilesToLoad")
-    use_io_tiles_to_store: bool | None = setting(None, _TOLD, "useIOTilesToStore")
+    use_io_tiles_to_load: bool | None = setting(None, _WARNED, "useIOTilesToLoad")
+    use_io_tiles_to_store: bool | None = setting(None, _WARNED, "useIOTilesToStore")
 
     def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
         """Set the minimum size, in elements, of tensors stored off chip."""
@@ -109,7 +109,7 @@ class _TensorLocationOptions(OptionsDict):
 
     num_io_tiles: int | None = setting(
         None,
-        f"{_TOLD}; but overlapped IO needs some",
+        f"{_WARNED}; but overlapped IO needs some",
         "numIOTiles",
         valid=lambda count: count is None or (32 <= count <= 192 and count % 2 == 0),
         expects="an even number from 32 to 192",

@@ -242,7 +242,7 @@ class VariableStore:
                 raise ValueError(f"Session.use_variables_of: {first!r} cannot be {wanted[first]!r}: {problem}.")
             assert source is not None
             array = BorrowedArray(other, source)
-            same_source = {each for each, loan in (self.borrowed | borrowed).items() if loan == array} - {slot}
+            same_source = {each for each, source in (self.borrowed | borrowed).items() if source == array} - {slot}
             if same_source and any(changes for changes, _ in same_source | {slot}):
                 raise ValueError(
                     f"Session.use_variables_of: {mine[0]!r} cannot be {wanted[mine[0]]!r}: another variable is that "

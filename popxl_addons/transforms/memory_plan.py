@@ -24,7 +24,7 @@ from popxl.extend.arguments import check_type
 from popxl.extend.files import replace_file
 from popxl.extend.graphs import has_effect, own_flops, through_calls, written_inputs
 from popxl.extend.memory import StateLocation
-from popxl.extend.pages import OnPage, Page, Table, bytes_text, listed
+from popxl.extend.pages import OnPage, Page, Table, bytes_text, listed, seconds_text
 from popxl.transforms import GradGraphInfo
 from popxl_addons.ops.weight_gather import gathered_weights_of
 
@@ -188,7 +188,8 @@ class PlannedActivation(BaseModel):
         treatment: `"keep"`, `"recompute"` or `"offload"`.
         line: line of the program that computes it: `model.py:12`.
         bytes: memory that keeping one needs, on each replica; 0 for a transposed input, which gradients read itself.
-        operations: floating-point operations to compute it from the operands of the op that makes it.
+        operations: floating-point operations to compute it from the operands of the op that makes it. Views, such as
+            reshapes, have those of the op before them, unless its result is an activation of the plan, too.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -347,8 +348,16 @@ class MemoryPlan(OnPage, BaseModel):
             totals[graph.graph] += graph.calls
         return totals
 
-    def page(self) -> Page:
-        """Page for `print` and notebooks."""
+    def page(self, host_bandwidth: float | None = None) -> Page:
+        """Page for `print` and notebooks.
+
+        Args:
+            host_bandwidth: bytes per second between a device and its host; without it, there is no column of the time
+                to copy an activation to the host and back.
+        """
+        columns = ["activation", "line", "bytes", "treatment", "operations to recompute it"]
+        if host_bandwidth is not None:
+            columns.append("to the host and back")
         content: list[str | Table] = [f"In addition: {self.besides}."] if self.besides else []
         if self.budget:
             calls = f", with called graphs {self.called_graphs}" if self.called_graphs else ""
@@ -366,8 +375,11 @@ class MemoryPlan(OnPage, BaseModel):
                 bytes_text(graph.bytes(treatment)) for treatment in get_args(Treatment)
             )
             content.append(f"{graph.graph}, {calls}: {kept_bytes} kept, {recomputed} recomputed, {offloaded} offloaded")
-            rows = [[a.path, a.line, bytes_text(a.bytes), a.treatment, str(a.operations)] for a in graph.activations]
-            content.append(Table(["activation", "line", "bytes", "treatment", "operations to recompute it"], rows))
+            rows = []
+            for a in graph.activations:
+                copies = [] if host_bandwidth is None else [seconds_text(2 * a.bytes / host_bandwidth)]
+                rows.append([a.path, a.line, bytes_text(a.bytes), a.treatment, str(a.operations), *copies])
+            content.append(Table(columns, rows))
         if not self.graphs:
             content.append("The gradients read no activations that could be recomputed.")
         return Page("Memory plan", content)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 import popxl
-from popxl.extend.graphs import own_flops
+from popxl.extend.graphs import op_work, own_flops, through_calls
 from popxl.extend.memory import GraphNeeds, StateLocation, Treatments, current_request
 from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.transforms import GradGraphInfo
@@ -128,9 +128,7 @@ class PlannedGradients:
             if graph in self._gradients:
                 activations = candidates(self._gradients[graph])
                 for group in treatments[name]:
-                    lines = tuple(
-                        _line(a, "recompute" if a.is_gathered else group.treatments[a.path]) for a in activations
-                    )
+                    lines = _lines((a, "recompute" if a.is_gathered else group.treatments[a.path]) for a in activations)
                     graphs.append(GraphPlan(graph=name, calls=group.calls, activations=lines))
         return self._plan_of(graphs, budget, called_graphs)
 
@@ -162,7 +160,7 @@ class PlannedGradients:
         self._applied_plans[graph] = GraphPlan(
             graph=self.names[graph],
             calls=self.calls[graph],
-            activations=tuple(_line(a, treatments[a.path]) for a in activations if a.tensor in planned_tensors),
+            activations=_lines((a, treatments[a.path]) for a in activations if a.tensor in planned_tensors),
         )
         if all(
             treatments[a.path] == "keep" and not is_transposed_input(a.tensor) for a in activations if a.tensor in reads
@@ -263,14 +261,29 @@ def _names(graphs: Iterable[popxl.Graph]) -> dict[popxl.Graph, str]:
     return names
 
 
-def _line(activation: Activation, treatment: Treatment) -> PlannedActivation:
-    return PlannedActivation(
-        path=activation.path,
-        treatment=treatment,
-        line=activation.line,
-        bytes=activation.nbytes,
-        operations=own_flops(activation.made_by).total,
+def _lines(treated: Iterable[tuple[Activation, Treatment]]) -> tuple[PlannedActivation, ...]:
+    """The activations of a plan, with their operations."""
+    planned = {a.tensor: (a, treatment) for a, treatment in treated}
+    return tuple(
+        PlannedActivation(
+            path=a.path,
+            treatment=treatment,
+            line=a.line,
+            bytes=a.nbytes,
+            operations=sum(own_flops(op).total for op in _ops_behind(a.tensor, planned)),
+        )
+        for a, treatment in planned.values()
     )
+
+
+def _ops_behind(t: popxl.Tensor, others: Container[popxl.Tensor]) -> Iterator[popxl.Op]:
+    """The op that computes a tensor, and those before it as long as they are views."""
+    *_, source = through_calls(t)
+    op = source.producer
+    if op is not None:
+        yield op
+        if op_work(op).is_view and op.inputs and op.inputs[0] not in others:
+            yield from _ops_behind(op.inputs[0], others)
 
 
 Memory = PlannedGradients | MemoryPlan | MemoryPolicy

@@ -64,6 +64,7 @@ class BudgetedPlan(OnPage):
         everything, everything_cost: memory and cost of the program if all activations are kept.
         compilations: number of compilations.
         takes_least_time: whether no plan within a larger budget would take less time, by the planner's estimate.
+        host_bandwidth: bytes per second between a device and its host, if there are published figures.
     """
 
     plan: Any
@@ -74,6 +75,7 @@ class BudgetedPlan(OnPage):
     everything_cost: Cost
     compilations: int
     takes_least_time: bool
+    host_bandwidth: float | None = None
 
     @property
     def peak(self) -> int:
@@ -99,7 +101,11 @@ class BudgetedPlan(OnPage):
             what += " By estimate, more memory would save no time."
         return Page(
             "Memory within a budget",
-            [what, Table(["as compiled", "this plan", "everything kept"], rows), *self.plan.page().parts],
+            [
+                what,
+                Table(["as compiled", "this plan", "everything kept"], rows),
+                *self.plan.page(self.host_bandwidth).parts,
+            ],
         )
 
 
@@ -147,7 +153,8 @@ def plan_within(
         raise PopxlError(refusal([found for each in tried for found in each.compiled], first.needs, budget))
     solution, best = search.best
     takes_least, count = search.takes_least_time(solution), sum(len(each.compiled) for each in tried)
-    return BudgetedPlan(best.applied.plan, budget, best.memory, best.cost, first.memory, first.cost, count, takes_least)
+    plan, bandwidth = best.applied.plan, None if best.chip is None else best.chip.host_bandwidth
+    return BudgetedPlan(plan, budget, best.memory, best.cost, first.memory, first.cost, count, takes_least, bandwidth)
 
 
 def _order(first: Compiled, budget: int) -> Iterator[Division]:

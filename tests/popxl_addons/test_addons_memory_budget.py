@@ -550,6 +550,7 @@ def test_the_command_plans_the_step_that_leaves_memory_open(tmp_path: Path, caps
     assert main([*command, "20 MB", str(tmp_path / "train.py")]) == 0
     out = capsys.readouterr().out
     assert "Memory within a budget" in out and "Layer, call" in out and "is not shown" not in out
+    assert re.search(r"operations to recompute it +to the host and back\n.* [0-9.]+ us\n", out)
     assert addons.MemoryPlan.read_json(tmp_path / "plan.json").graphs[0].graph == "Layer"
     assert main([*command, "1 kB", str(tmp_path / "train.py")]) == 1
     assert "no plan was found within 1 kB of a device; the least" in capsys.readouterr().err

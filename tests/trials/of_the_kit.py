@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random
@@ -160,7 +161,9 @@ def of_the_kit(seed: int, made: type[Network] = Network) -> Program:
             network = made(Random(of_network), inputs, "tensor" if "tensor" in axes else None, own)
             optimizer = partial(rule, lr=rate * factor)
             given = {name: value for name, value in settings.items() if value is not None}
-            training = addons.train_step(network, x, optimizer=optimizer, accumulate=transfers, **given)
+            with warnings.catch_warnings():  # of memory="nothing" where the network calls no graph
+                warnings.filterwarnings("ignore", "memory: graph .* calls no graph")
+                training = addons.train_step(network, x, optimizer=optimizer, accumulate=transfers, **given)
             ops.host_store(popxl.d2h_stream((), F32, "loss"), training.loss)
             for v in training.variables.tensors:
                 if v.dtype is popxl.uint32:  # a seed, which changes with each step

@@ -97,17 +97,25 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
         requested: request under which it was built.
 
     Raises:
-        ValueError: if the program applies no memory plan, several, or another one than requested.
+        ValueError: if the program applies no memory plan, the requested one to several models, or another one.
     """
-    applied = requested.applied
-    if len(applied) != 1:
+    asked = requested.request.memory
+    applied = [each for each in requested.applied if each.memory == asked] or requested.applied
+    if len(applied) > 1:
         raise ValueError(
-            f"plan_memory: the program applies {len(applied)} memory plans; expected one. Give `memory` to the one "
+            f"plan_memory: the program applies {len(applied)} memory plans; expected one, as a budget is planned for "
+            "one model at a time. Give the argument of `build` to one `memory`, such as that of the pipeline's stage "
+            "that needs most. Leave the others out, or give them a policy other than 'everything', or the plan that "
+            "was found for them."
+        )
+    if not applied:
+        raise ValueError(
+            "plan_memory: the program applies 0 memory plans; expected one. Give `memory` to the one "
             "`train_step` or `autodiff` of the program. A `poptorch.trainingModel` applies one where it is compiled, "
             "unless its model has checkpoints, or its options recompute (`autoRecomputation`, a pipeline). Nothing "
             "runs, so a program has to train before it runs anything else."
         )
-    asked, stated = requested.request.memory, applied[0].memory
+    stated = applied[0].memory
     if asked != stated and str in (type(asked), type(stated)):
         raise ValueError(
             f"plan_memory: the program applies {_described(stated)} where {_described(asked)} is asked for. Give the "

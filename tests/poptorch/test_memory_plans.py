@@ -26,6 +26,7 @@ PROGRAM = """
 
     model, x = Model({options}), torch.randn(192, 24)
     options = poptorch.Options()
+    {setting}
     optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1)
     training = poptorch.trainingModel(model, options, optimizer)
     {first}
@@ -39,9 +40,9 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Plan a file with the program, within a budget; returns the exit code."""
     monkeypatch.setattr(TargetMachine, "device", lambda self, description, ir: find_device("cpu", ir))
 
-    def planned(budget: str, options: str = "", first: str = "") -> int:
+    def planned(budget: str, options: str = "", first: str = "", setting: str = "") -> int:
         file = tmp_path / "train.py"
-        file.write_text(textwrap.dedent(PROGRAM).format(options=options, first=first))
+        file.write_text(textwrap.dedent(PROGRAM).format(options=options, first=first, setting=setting))
         command = ["plan", str(file), "--target", "gpu h100", "--budget", budget, "--save", str(tmp_path / "plan.json")]
         return main(command)
 
@@ -59,6 +60,10 @@ def test_a_plan_is_found_saved_and_used(plan: Any, tmp_path: Path, capsys: Any) 
     assert [each.calls for each in found.graphs] == [4] and found.bytes("recompute") == 0
     assert plan("1 kB", first=first) == 1
     assert "no plan was found within 1 kB of a device; the least" in capsys.readouterr().err
+
+    assert plan("1 GB", setting="options.Training.setMemoryPlan('nothing')") == 0
+    assert "has a plan or policy of its own, which is ignored here" in capsys.readouterr().err
+    assert addons.MemoryPlan.read_json(tmp_path / "plan.json") == found
 
     def losses(options: poptorch.Options) -> list[float]:
         import torch

@@ -15,6 +15,7 @@ from runtime.plan.loop_rerolling.clustering import Clustering, is_update
 from runtime.plan.loop_rerolling.match_iterations import NotRerollable, reroll
 from runtime.plan.loop_rerolling.op_signatures import OpSignatures
 from runtime.plan.loop_rerolling.patterns import FEWEST, PeriodicRange, periodic_ranges
+from runtime.plan.loop_rerolling.siblings import reasons_of_few
 
 TRIED = 8
 """Maximum number of spans of a sequence that are tried."""
@@ -27,21 +28,20 @@ def loops_of(
     outputs: Sequence[Tensor],
     signatures: OpSignatures,
     size: Callable[[Graph], int],
-    reasons: dict[Graph, str],
+    reasons: dict[Graph, str | None],
     batches_updates: bool,
 ) -> tuple[Item, ...]:
     """Find loops. Returns ops and loops, in order.
 
     Args:
-        reasons: filled with the reasons why graphs that are called repeatedly are in no loop.
+        reasons: filled with the reasons why graphs are in no loop; `None` for those that are called once.
         batches_updates: see `Clustering.ordered`.
     """
     count = Counter(signatures.signature(op) for op in ops if op.called_graphs)
     often: Counter[Graph] = Counter()
     for op in ops:
         often |= Counter(dict.fromkeys(op.called_graphs, count[signatures.signature(op)]))
-    few = (callee for callee, times in often.items() if times < FEWEST)
-    reasons.update((g, f"{often[g]} call(s) of it look alike, and a loop has {FEWEST} turns or more") for g in few)
+    reasons.update(reasons_of_few(often, signatures.function))
     if max(count.values(), default=0) < FEWEST:
         return tuple(ops)
     returned = {root for t in outputs for root in signatures.roots(t)}
@@ -58,7 +58,7 @@ class _Sequence:
         returned: Iterable[Tensor],
         signatures: OpSignatures,
         size: Callable[[Graph], int],
-        reasons: dict[Graph, str],
+        reasons: dict[Graph, str | None],
     ) -> None:
         self._ops = ops
         self._roots = signatures.roots

@@ -15,11 +15,14 @@ class OpSignatures:
     """Numbered signatures of a program's ops.
 
     An operand is seen through its views: they are part of the signature, their bases are not.
+
+    Attributes:
+        function: what an op computes of its inputs, as `StructuralEncoder.function`.
     """
 
     def __init__(self, structures: Structures, same: Mapping[Tensor, Tensor]) -> None:
         self._aliases = same
-        self._function = StructuralEncoder(structures).function
+        self.function = StructuralEncoder(structures).function
         self._numbers: dict[Any, int] = {}
         self._resolved: dict[Tensor, tuple[int, tuple[Tensor, ...]]] = {}
 
@@ -29,7 +32,7 @@ class OpSignatures:
             return self._number(id(op))
         made = tuple(t.spec for t in op.outputs)
         operands = tuple(self._resolve_cached(t)[0] for t in op.inputs)
-        return self._number((*self._function(op), operands, made, op.modified))
+        return self._number((*self.function(op), operands, made, op.modified))
 
     def roots(self, t: Tensor) -> tuple[Tensor, ...]:
         """Storages under a tensor."""
@@ -62,7 +65,7 @@ class OpSignatures:
         if view is None:
             return self._number(t.spec.to_tuple()), (t,)
         codes, roots = zip(*bases, strict=True)
-        code = (*self._function(view), codes, t.spec.to_tuple())
+        code = (*self.function(view), codes, t.spec.to_tuple())
         return self._number(code), tuple(root for each in roots for root in each)
 
     def _number(self, code: Any) -> int:

@@ -51,7 +51,7 @@ class Rerolling(ProgramOrder):
         inlined = InlinedGraphs(main)
         self.aliases = inlined.aliases
         signatures = OpSignatures(structures, inlined.aliases)
-        self._reasons: dict[Graph, str] = {}
+        self._reasons: dict[Graph, str | None] = {}
         sharing = (op for graph in reachable(main) for op in graph.ops if shares_by_reference(op))
         in_order = {g for op in sharing for callee in op.called_graphs for g in reachable(callee)}
         self._schedules = {
@@ -95,7 +95,8 @@ class Rerolling(ProgramOrder):
 
     @property
     def unrolled_graphs(self) -> Mapping[Graph, str]:
-        """Graphs called outside of loops, with reasons. A graph that an iteration calls once is a part of it."""
+        """Graphs called outside of loops, with reasons. A graph that an iteration calls once is a part of it; graphs
+        that are called once and resemble no other are left out."""
         in_loops = {callee for loop in self.loops for op in loop.all_ops for callee in op.called_graphs}
         called = dict.fromkeys(
             callee
@@ -105,7 +106,8 @@ class Rerolling(ProgramOrder):
             for callee in item.called_graphs
             if not (graph in in_loops and len(callee.call_sites) == 1)
         )
-        return {g: self._reasons.get(g, "it is not called again and again in one pattern") for g in called}
+        reasons = ((g, self._reasons.get(g, "it is not called again and again in one pattern")) for g in called)
+        return {g: reason for g, reason in reasons if reason is not None}
 
     @property
     def saved(self) -> int:

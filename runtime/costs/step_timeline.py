@@ -57,7 +57,7 @@ class StepTimeline(OnPage, Record):
     Attributes:
         seconds: time from start to end.
         limits: share of each bound in this time: "compute", "memory", "launch" of kernels; exposed time of "network"
-            and "host"; and "dispatch", the calls of the host.
+            and "host"; and "dispatch", the calls of the host. Of several IPUs, those of all of them together.
         graphs: `limits` of each graph, by name; "" for the main graph.
         inclusive: seconds of each graph but the main graph, with those of the graphs that it calls.
         traffic: collectives by lines, those that kernels wait longest for first.
@@ -78,9 +78,12 @@ class StepTimeline(OnPage, Record):
 
     def page(self) -> Page:
         """Page for `print`, notebooks and browsers."""
-        total = self.seconds or 1.0
+        together = sum(self.limits.values())
+        total = max(self.seconds, together) or 1.0
         rows = [[name, seconds_text(each), f"{100 * each / total:.0f} %"] for name, each in self.limits.items() if each]
         parts: list[Any] = [Table(["bound by", "of a run", "share"], rows)]
+        if together > 1.01 * self.seconds:
+            parts.append("Several devices work at the same time. Times and shares are those of all of them together.")
         traffic = [
             [each.kind, each.line or "unknown", each.over, each.algorithm, str(each.count), seconds_text(each.seconds)]
             + [seconds_text(each.exposed)]

@@ -16,6 +16,7 @@ from runtime.costs.hlo import parse_hlo
 from runtime.costs.kernels import attained, product_seconds
 from runtime.costs.network import collective_time, spans_of
 from runtime.costs.step import timeline_of
+from runtime.costs.step_timeline import StepTimeline
 from runtime.costs.wires import Wires
 from runtime.costs.work import Product, SizedProduct, account_of
 from runtime.targets.chip import Efficiency, Gpu, Tpu, names, shipped
@@ -190,6 +191,14 @@ def test_a_compiled_function_is_a_schedule() -> None:
     chip = GPU.model_copy(update={"efficiency": Efficiency(launch=1e-3)})
     found = timeline_of(parse_hlo(text), Wires(chip, [(0,)]))
     assert 7e-3 < found.seconds < 40e-3 and found.limits == {"launch": pytest.approx(found.seconds)}
+    assert "100 %" in str(found) and "all of them together" not in str(found)
+
+
+def test_shares_of_several_devices_are_of_their_time_together() -> None:
+    """Two devices, each of which works for most of a run."""
+    limits = {"memory": 0.9, "dispatch": 0.6}
+    run = StepTimeline(seconds=1.0, limits=limits, graphs={}, inclusive={}, traffic=(), spans=())
+    assert "60 %" in str(run) and "40 %" in str(run) and "all of them together" in str(run)
 
 
 @pytest.mark.targets

@@ -99,6 +99,7 @@ class Session(SessionInspection, SessionVariables):
         if precompiled is None:
             warn_of_unused_transfers(ir)
             run_lints(ir.main_graph)
+            warn_of_crossing_updates(ir.main_graph)
         if ir.rounding_key in channels_of(ir.main_graph):
             ensure_seed(ir)
         self._ir = ir
@@ -109,8 +110,6 @@ class Session(SessionInspection, SessionVariables):
         self.store = None if self.runner is None else self.runner.store
         if self.runner is not None:
             self._run = self.runner.run
-        if precompiled is None and len(self.program.layout.ipus) > 1:
-            warn_of_crossing_updates(ir.main_graph)
         comes_back = self.store is not None and not self._is_memory_map
         self.weights_to_host_on_exit = weights_to_host_on_exit and comes_back
         self._snapshot = Snapshot(ir.main_graph)

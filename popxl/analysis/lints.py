@@ -81,7 +81,7 @@ def drifting(ir: Ir, report: Report) -> Iterator[tuple[bool, Variable, Op, tuple
 
 
 def warn_of_crossing_updates(main: Graph) -> None:
-    """Warn about variables that are read on one IPU and updated on another, where IPUs are devices."""
+    """Warn about variables that are read on one IPU and updated on another, which may be devices of their own."""
     reported: _Reported = defaultdict(dict)
     for v, op in crossing_updates(main):
         reported[_CROSSING, op.source][f"`{v.name}`"] = None
@@ -149,8 +149,9 @@ _REPEATED = Lint(
 )
 _CROSSING = Lint(
     CrossingUpdateWarning,
-    "{names} is read on one IPU and changed on another ({line}), so that each run copies it there and back. Make the "
-    "change within `with popxl.ipu(n):` of the IPU that reads it; the optimisers of popxl_addons do so by themselves.",
+    "{names} is read on one IPU and changed on another ({line}), so that each run copies it there and back where these "
+    "are two devices. Make the change within `with popxl.ipu(n):` of the IPU that reads it; the optimisers of "
+    "popxl_addons do so by themselves.",
 )
 
 

@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -70,8 +70,10 @@ def test_state_lies_beside_its_variable(optimizer: Any, scaling: Any, in_a_loop:
         assert bytes_there == sizes
 
 
+@pytest.mark.parametrize("placement", ["several", "one"])
 @pytest.mark.parametrize("update_on", [0, 1])
-def test_an_update_on_another_ipu_is_told(update_on: int) -> None:
+def test_an_update_on_another_ipu_is_told(update_on: int, placement: Literal["several", "one"]) -> None:
+    """Also where both are one device, as the program may run elsewhere."""
     ir = popxl.Ir()
     with ir.main_graph, popxl.in_sequence():
         w = popxl.variable(np.ones((2, 3)), popxl.float32, "w")
@@ -87,7 +89,7 @@ def test_an_update_on_another_ipu_is_told(update_on: int) -> None:
         with popxl.ipu(update_on):
             ops.var_updates.accumulate_(w, y if update_on == 0 else y.copy_to_ipu(1))
         count += 1
-    ir.options.placement = "several"
+    ir.options.placement = placement
     with nullcontext() if update_on == 1 else pytest.warns(CrossingUpdateWarning, match="`w` is .*accumulate_") as told:
         session = popxl.Session(ir, "ipu_model")
     assert told is None or "`count`" not in str(told[0].message)

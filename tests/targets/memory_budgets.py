@@ -35,6 +35,7 @@ from popxl_addons import optimizers
 from popxl_addons.layers import MLP, Attention, Conv2D, Experts, GroupNorm, LayerNorm, TransformerBlock
 from runtime.costs.hlo import parse_hlo
 from runtime.costs.work import account_of
+from runtime.memory_plans.search import COMPILATIONS
 from tests.targets.budgeted_programs import OF_PYTORCH, pipeline, torch_session
 from tests.targets.programs import compile_faster
 from tests.targets.steps import Sizes, session_of
@@ -319,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--micro-batches", action="store_true", help='leave their number open; "40.0 in 2" are 40 MB with two'
     )
-    parser.add_argument("--compilations", type=int, default=3, help="the most for a budget")
+    parser.add_argument("--compilations", type=int, default=COMPILATIONS, help="the most for a budget")
     parser.add_argument("--without-jax", action="store_true", help="leave out the policies of JAX")
     given = parser.parse_args(arguments)
     compile_faster()

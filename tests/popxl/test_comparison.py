@@ -223,6 +223,7 @@ def test_random_right_programs(seed: int, recwarn: pytest.WarningsRecorder) -> N
     assert not [each for each in recwarn.list if issubclass(each.category, PopxlWarning)]
 
 
+@pytest.mark.filterwarnings("ignore:memory. graph .* calls no graph")
 @pytest.mark.parametrize("seed", range(6))
 def test_right_programs_have_no_findings(seed: int) -> None:
     """Accumulated gradients of divided layers are the replica's own, and begin anew in each run."""

@@ -128,7 +128,7 @@ class _Blocks(NamedTuple):
         numbers = quadruples(seed, row + query, j * (self.keys // 4) + place)
         groups = [each.reshape(-1, GROUP, self.queries) for each in numbers]
         kept = is_kept(jnp.stack(groups, 1).reshape(self.keys, self.queries), self.dropout)
-        return tuple(jnp.where(kept, t * (1 / (1 - self.dropout)), 0) for t in weights)
+        return tuple(jnp.where(kept, t * (1 / (1 - self.dropout)), jnp.zeros_like(t)) for t in weights)
 
 
 class _Bias(NamedTuple):
@@ -187,7 +187,7 @@ class _Optional(NamedTuple):
 
     def specs(self, blocks: _Blocks, place: Callable[..., tuple[Array, Array, Array]]) -> list[pl.BlockSpec | None]:
         """Their blocks; `place` as in `_Bias.spec`."""
-        words = None if self.seed is None else pl.BlockSpec(memory_space=pallas.SMEM)
+        words = None if self.seed is None else pl.BlockSpec((2,), lambda *_: (ZERO,), memory_space=pallas.SMEM)
         return [self.bias and self.bias.spec(blocks, place), words]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import popxl
+import popxl_addons as addons
 from popxl import ops
 from popxl.transforms import autodiff
 from tests.popxl.evaluate import evaluate
@@ -445,9 +446,13 @@ def test_any_length_in_the_kernel_of_tpus(
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [popxl.bfloat16, popxl.float32])
 def test_dropout_is_taken_by_the_kernels_of_tpus(dtype: popxl.dtype, masked: bool) -> None:
-    """Numbers of dropout have room beside the longest blocks, and the most channels. The last block lacks a query."""
+    """Numbers of dropout have room beside the longest blocks, and the most channels. The last block lacks a query.
+
+    The program has numbers of 64 bits, which kernels do not have.
+    """
     ir = popxl.Ir()
     with ir.main_graph:
+        addons.host_store(ops.host_load(popxl.h2d_stream((4,), popxl.int64, "count")) + 1)
         channels = (128 if masked else 256) * (2 if dtype is popxl.bfloat16 else 1)
         x = ops.host_load(popxl.h2d_stream((2, 4, 1023, min(channels, 256)), dtype, "x"))
         given = [ops.host_load(popxl.h2d_stream((2,), popxl.uint32, "seed"))]

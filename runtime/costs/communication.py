@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from popxl.analysis.communication import COPY, Communication, ExchangeRecorder, communication_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text
@@ -30,7 +30,25 @@ from runtime.program.compiled import CompiledProgram
 Verdict = Literal["the same", "merged", "as all-reduce", "not all needed", "added first", "differs"]
 
 
-class Exchange(Record):
+class _EarlierNames:
+    """Names that fields of a record had in earlier versions."""
+
+    if TYPE_CHECKING:
+        expected: int
+        expected_bytes: int
+
+    @property
+    def said(self) -> int:
+        """`expected`, by its name in earlier versions."""
+        return self.expected
+
+    @property
+    def said_bytes(self) -> int:
+        """`expected_bytes`, by its name in earlier versions."""
+        return self.expected_bytes
+
+
+class Exchange(_EarlierNames, Record):
     """Sum of all exchanges of one kind and one group size.
 
     Attributes:
@@ -57,18 +75,8 @@ class Exchange(Record):
     repeated_bytes: int
     verdict: Verdict
 
-    @property
-    def said(self) -> int:
-        """`expected`, by its name in earlier versions."""
-        return self.expected
 
-    @property
-    def said_bytes(self) -> int:
-        """`expected_bytes`, by its name in earlier versions."""
-        return self.expected_bytes
-
-
-class Copied(Record):
+class Copied(_EarlierNames, Record):
     """Copies between the IPUs of a replica in one run.
 
     Attributes:
@@ -81,16 +89,6 @@ class Copied(Record):
     expected_bytes: int
     compiled: int
     compiled_bytes: int
-
-    @property
-    def said(self) -> int:
-        """`expected`, by its name in earlier versions."""
-        return self.expected
-
-    @property
-    def said_bytes(self) -> int:
-        """`expected_bytes`, by its name in earlier versions."""
-        return self.expected_bytes
 
 
 class CommunicationReport(OnPage, Record):

@@ -87,7 +87,7 @@ _GIVEN = re.compile(r"__t\d+")
 """Suffix that makes tensor names unique: a number that counts through all graphs of a program."""
 
 
-_REPEATED = re.compile(r"(?<![^/.])((?:[^/]+/)+?)\1+")
+_REPEATED = re.compile(r"(?<![^/.])((?:[^/*?[]+/)+?)\1+")
 
 
 def without_repeated_scopes(path: str) -> str:

@@ -202,7 +202,7 @@ class PlannedGradients:
         if planned is None:  # no gradient flowed through the graph where the plan was made
             return {a.path: "keep" for a in activations}
         paths = [a.path for a in activations]
-        names = {older: a.path for a in activations for older in (a.name, a.long_path)}
+        names = {a.name: a.path for a in activations} | {a.long_path: a.path for a in activations}  # of older plans
         names |= {path: path for path in paths}
         if missing := [a.path for a in planned.activations if a.path not in names]:
             raise ValueError(matches_nothing(f"memory, the plan of {planned.graph}", missing, paths))

@@ -17,7 +17,7 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl_addons import optimizers
-from popxl_addons.transforms.memory_plan import activations_of
+from popxl_addons.transforms.memory_plan import GraphPlan, PlannedActivation, activations_of
 from popxl_addons.transforms.planned_gradients import PlannedGradients
 
 POLICIES = ("everything", "products", "products_without_batch", "nothing")
@@ -222,6 +222,54 @@ def test_equal_paths_without_repeated_scopes_stay_apart(ir: popxl.Ir) -> None:
         for how in ({"keep": [path]}, {"offload": [path]}):
             again = addons.recompute_graph(grad, **how)  # type: ignore[arg-type]
             assert [t.name.partition("_offload")[0] for t in again.graph.inputs if "reshaped" in t.name] == [path]
+
+
+def test_wildcards_are_no_repeated_scopes() -> None:
+    """`*/*/x` is not `*/x`."""
+    line = PlannedActivation(path="b/x", treatment="keep", line="", bytes=4, operations=0)
+    deep = line.model_copy(update={"path": "a/b/x"})
+    graphs = (GraphPlan(graph="A", calls=1, activations=(deep,)), GraphPlan(graph="B", calls=1, activations=(line,)))
+    changed = addons.MemoryPlan(graphs=graphs).with_treatments("recompute", "*/*/x")
+    assert [graph.paths("recompute") for graph in changed.graphs] == [("a/b/x",), ()]
+
+
+class Inner(addons.Module):
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        w = self.add_variable_input("w", partial(np.random.normal, 0, 0.1, (16, 16)), x.dtype)
+        with popxl.name_scope("up"):
+            return ops.reshape(ops.reshape(ops.exp(x), (96, 16)) @ w, x.shape)
+
+
+class Twice(addons.Module):
+    """A layer that calls a graph twice: its activations have the same names, by different paths."""
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        facts, graph = Inner().create_graph(x)
+        for name in ("first", "second"):
+            (x,) = graph.bind(self.add_variable_inputs(name, facts)).call(x)
+        return x
+
+
+class Nested(addons.Module):
+    def build(self, x: popxl.Tensor, seed: popxl.Tensor) -> popxl.Tensor:
+        facts, graph = Twice().create_graph(x)
+        (x,) = graph.bind(self.add_variable_inputs("twice", facts)).call(x)
+        return ops.mean(ops.dropout(x, seed, p=0.25))
+
+
+def test_older_paths_of_a_graph_that_is_called_twice() -> None:
+    plan = trained("everything", Nested)[2]
+    (graph,) = plan.graphs
+    views = [a for a in graph.activations if a.path.endswith("_reshaped") or "_reshaped#" in a.path]
+    assert len(views) == 2, graph.activations
+    long = [a.model_copy(update={"path": a.path.replace("up/", "up/up/", 1)}) for a in views]
+    treated = (long[0], long[1].model_copy(update={"treatment": "recompute"}))
+    others = tuple(a for a in graph.activations if a not in views)
+    old = addons.MemoryPlan(graphs=(graph.model_copy(update={"activations": (*treated, *others)}),))
+    (applied,) = trained(old, Nested)[2].graphs
+    assert {a.path: a.treatment for a in applied.activations if a.path in {v.path for v in views}} == {
+        views[0].path: "keep", views[1].path: "recompute"
+    }  # fmt: skip
 
 
 def test_accumulation(plain: tuple[Any, ...]) -> None:

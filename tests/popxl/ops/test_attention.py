@@ -380,7 +380,7 @@ def test_masks_of_the_kernel_of_tpus(
 
 
 @pytest.mark.here
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=8)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
@@ -409,7 +409,7 @@ def test_dropout_in_the_kernel_of_tpus(masked: bool, causal: bool, dtype: Any, m
 
 
 @pytest.mark.here
-@pytest.mark.thorough(but_each=8)
+@pytest.mark.thorough(but_each=18)
 @pytest.mark.parametrize("queries", [97, 200, 384])
 @pytest.mark.parametrize("keys", [130, 600])
 @pytest.mark.parametrize("causal", [True, False])

@@ -8,7 +8,6 @@ from poptorch.base.logging_ import logger
 from poptorch.settings.setting import NO_EFFECT, OptionsDict, Setting, setting
 
 _WARNED = f"{NO_EFFECT}, as a warning says"
-_OF_ELEMENTS = {"valid": lambda count: count is None or count >= 0, "expects": "an integer, 0 or more, or None"}
 
 
 class TensorLocationSettings(OptionsDict):
@@ -22,16 +21,10 @@ class TensorLocationSettings(OptionsDict):
     """
 
     min_elements_for_off_chip: int | None = setting(
-        None,
-        "tensors of fewer elements stay in the memory of the device; 2 if unset",
-        "minElementsForOffChip",
-        **_OF_ELEMENTS,
+        None, "tensors of fewer elements stay in the memory of the device; 2 if unset", "minElementsForOffChip"
     )
     min_elements_for_replicated_tensor_sharding: int | None = setting(
-        None,
-        "tensors of fewer elements stay whole; 2 if unset",
-        "minElementsForReplicatedTensorSharding",
-        **_OF_ELEMENTS,
+        None, "tensors of fewer elements stay whole; 2 if unset", "minElementsForReplicatedTensorSharding"
     )
     use_on_chip_storage: bool | None = setting(
         None,

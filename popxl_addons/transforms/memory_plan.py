@@ -25,6 +25,7 @@ from popxl.extend.files import replace_file
 from popxl.extend.graphs import has_effect, own_flops, through_calls, written_inputs
 from popxl.extend.memory import StateLocation
 from popxl.extend.pages import OnPage, Page, Table, bytes_text, listed, seconds_text
+from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.transforms import GradGraphInfo
 from popxl_addons.ops.weight_gather import gathered_weights_of
 
@@ -293,14 +294,15 @@ class MemoryPlan(OnPage, BaseModel):
 
         Args:
             treatment: `"keep"`, `"recompute"` or `"offload"`.
-            *patterns: paths of activations, one or more, as the plan prints them; `*` and `?` stand for any characters.
+            *patterns: paths of activations, as the plan prints them; `*` and `?` stand for any characters.
             calls: calls of each graph that are meant, in the order in which a step makes them: `slice(8)` is the first
                 eight, `slice(-1, None)` the last one. By default all.
 
         Raises:
             TypeError: if a pattern is not text, or `calls` not a slice of integers.
-            ValueError: for an unknown treatment, no patterns or one that matches no activation, and for `calls` with a
-                step, or that are beyond the calls of each graph.
+            ValueError: for an unknown treatment, a pattern that matches no activation, and `calls` with a step.
+
+        Warns of `calls` beyond those of each graph, which change nothing.
         """
         if treatment not in get_args(Treatment):
             treatments = ", ".join(map(repr, get_args(Treatment)))
@@ -312,17 +314,17 @@ class MemoryPlan(OnPage, BaseModel):
             raise TypeError(f"with_treatments: `calls` is {calls}; expected integers, such as `slice(8)`.")
         if calls.step not in (None, 1):
             raise ValueError(f"with_treatments: `calls` is {calls}; expected calls that follow each other, so no step.")
-        if not patterns:
-            raise ValueError(
-                "with_treatments: there are no `patterns`; expected paths as the plan prints them, or '*' for all."
-            )
         paths = [activation.path for graph in self.graphs for activation in graph.activations]
         if missing := [pattern for pattern in patterns if not _matches(paths, pattern)]:
             raise ValueError(matches_nothing("with_treatments", missing, paths))
         totals, calls_before = self._calls(), Counter[str]()
         if totals and all(_is_beyond(calls, total) for total in totals.values()):
             counts = ", ".join(f"{total} of {graph}" for graph, total in totals.items())
-            raise ValueError(f"with_treatments: `calls` is {calls}, which selects no call; there are {counts}.")
+            warn_at(
+                SourceLocation.of(user_frame()),
+                f"with_treatments: `calls` is {calls}, which selects no call; there are {counts}.",
+                UserWarning,
+            )
         graphs: list[GraphPlan] = []
         for graph in self.graphs:
             first, last = calls_before[graph.graph], calls_before[graph.graph] + graph.calls

@@ -281,16 +281,6 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda o: o.TensorLocations.numIOTiles(30), AssertionError, "expected an even number from 32 to 192"),
     (lambda o: o.TensorLocations.numIOTiles(194), AssertionError, "expected an even number from 32 to 192"),
     (lambda o: o.TensorLocations.setWeightLocation(None), AssertionError, "expected a value of TensorLocationSettings"),
-    (
-        lambda o: TensorLocationSettings().minElementsForOffChip(-1),
-        AssertionError,
-        "minElementsForOffChip: `min_elements_for_off_chip` is -1; expected an integer, 0 or more, or None",
-    ),
-    (
-        lambda o: TensorLocationSettings().minElementsForReplicatedTensorSharding("2"),
-        AssertionError,
-        "is '2'; expected an integer, 0 or more, or None",
-    ),
     (lambda o: o._Popart.setEngineOptions({"a": 1}), AssertionError, "expected a dict of strings"),
     (lambda o: o._Popart.setEngineOptions(3), AssertionError, "`engine_options` is 3; expected a dict of strings"),
     (lambda o: o._Popart.setPatterns({"a": 1}), AssertionError, "expected a dict from names of patterns to bools"),

@@ -1,4 +1,4 @@
-"""Layout of an Ir: device compatibility checks, and compilation mode of called graphs."""
+"""Layout of an Ir: device compatibility checks, compilation mode of called graphs, and planning."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from popxl.values.spec import size_in_bytes
 from runtime import processes
 from runtime.lowering import remote_buffers as remote
 from runtime.plan.decision import decide
+from runtime.plan.planning import plan_of
 from runtime.program.layout import Layout
 from runtime.targets.compile_target import CompileTarget
 from runtime.targets.devices import Device
@@ -67,7 +68,8 @@ def lay_out(ir: Ir, compile_target: CompileTarget, mode: str | None = None) -> L
     changed = tuple(t for t in resident if t in written)
     _check(main)
     decision = decide(main, ir.options, compile_target, resident, changed, mode)
-    layout = Layout(ir, compile_target, resident, changed, decision)
+    steps = plan_of(main, decision.segmentation, changed, changed) if decision.mode == "dispatched" else None
+    layout = Layout(ir, compile_target, resident, changed, decision, steps)
     if ir.options.remoteBuffers != "device" and compile_target.platform == "tpu":
         remote.check_width(layout.buffers, main)
     return layout

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -29,7 +28,6 @@ from runtime.lowering.collectives import devices_meet
 from runtime.plan.compile_options import CompileOptions
 from runtime.plan.decision import Decision
 from runtime.plan.host_steps import HostSteps
-from runtime.plan.planning import plan_of
 from runtime.plan.stages import stages_of
 from runtime.program.blocks import VariableBlock, blocks_of
 from runtime.targets.compile_target import HOST, CompileTarget
@@ -47,8 +45,11 @@ class Layout:
         resident: storages of its variables on the device, and the variables; see the attribute.
         changed: storages among these of variables that it changes.
         decision: mode of called graphs, and the IPUs of ops.
+        steps: see the attribute.
 
     Attributes:
+        steps: steps that the host executes, for planned programs; else `None`.
+        homes: IPUs of the variables, streams and buffers of planned programs.
         stages: its stages, if some belong to other processes.
         replicas: replicas that run the program, on the first IPU of this process.
         divided: the same, if several processes drive them.
@@ -83,9 +84,11 @@ class Layout:
         resident: Mapping[Tensor, Variable],
         changed: Sequence[Tensor],
         decision: Decision,
+        steps: HostSteps | None,
     ) -> None:
         main = self.main = ir.main_graph
-        self.compile_target, self.decision = compile_target, decision
+        self.compile_target, self.decision, self.steps = compile_target, decision, steps
+        self.homes: Mapping[Any, int] = {} if steps is None else steps.initial_ipus | steps.homes()
         self.options = ir.options
         self.counts = transfers_of(main)
         channels = channels_of(main)
@@ -111,7 +114,6 @@ class Layout:
         ops = (op for graph in reachable(main) for op in graph.ops)
         self.uses_x64 = any(t.dtype.is_wide for op in ops for t in (*op.inputs, *op.outputs))
         self.mode, placement, self.rerolling = decision.mode, decision.placement, decision.rerolling
-        self._segmentation = decision.segmentation if self.mode == "dispatched" else None
         packed = () if self.rerolling is None else self.rerolling.packed
         self.changing = blocks_of(self.changed, packed)
         changing = {t for block in self.changing for t in block.tensors}
@@ -138,18 +140,6 @@ class Layout:
     def devices_meet(self) -> bool:
         """Whether devices synchronize during a run."""
         return any(devices_meet(self.main.ops, options.replicas) for options in self.compile_options.values())
-
-    @cached_property
-    def steps(self) -> HostSteps | None:
-        """Steps executed by the host, for planned programs; else `None`. They store the compiled segments."""
-        if self._segmentation is None:
-            return None
-        return plan_of(self.main, self._segmentation, self.changed, self.changed)
-
-    @cached_property
-    def homes(self) -> Mapping[Any, int]:
-        """Plan locations of variables, streams and buffers."""
-        return {} if self.steps is None else self.steps.initial_ipus | self.steps.homes()
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:

@@ -22,7 +22,6 @@ from popxl.values.spec import brief
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of, host_copies_of
 from runtime.plan.plan import Plan
-from runtime.plan.structure import Structure
 from runtime.program.compiled import CompiledProgram
 from runtime.program.run import Runner
 from runtime.report import (
@@ -273,22 +272,18 @@ def _segment_reports(main: Graph, program: CompiledProgram, ops: dict[Graph, int
         text = len(program.text())
         sizes = _sizes(executable)
         return (PieceReport(name="the program", runs=1, ops=ops[main], text=text, seconds=program.seconds, **sizes),)
-    segments = program.executable.segments
-    runs = program.executable.runs
-    compiling: dict[Structure, float] = defaultdict(float)
-    for segment in segments:
-        compiling[segment.structure] += segment.seconds
-    first = {segment.structure: segment for segment in reversed(segments)}
+    plan = program.executable
+    first = {segment.structure: segment for segment in reversed(plan.segments)}
     return tuple(
         PieceReport(
             name=first[structure].name,
             runs=count,
             ops=sum(_stands_for(op, ops) for op in first[structure].ops),
             text=len(structure.text()),
-            seconds=compiling[structure],
+            seconds=plan.compile_seconds.get(structure, 0.0),
             **_sizes(structure.executable),
         )
-        for structure, count in runs.items()
+        for structure, count in plan.runs.items()
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from runtime.lowering.channels import FAILURE, Channel, Channels, Failure
 from runtime.lowering.environment import no_value
 from runtime.plan.compile_options import CompileOptions
 from runtime.plan.host_steps import HostSteps, LiveValue
-from runtime.plan.segments import Array, Run, Segment, described_state
+from runtime.plan.segments import Array, CompiledSegment, Run, Segment, described_state
 from runtime.plan.stages import stages_of
 from runtime.plan.structure import Structure
 from runtime.progress import report_compilation
@@ -36,16 +36,18 @@ from runtime.targets.compile_target import HOST
 from runtime.timeline import Recorder
 
 
-def compile_all(segments: Sequence[Segment], options_at: Mapping[int, CompileOptions]) -> None:
-    """Compile segments in parallel, using all CPU cores.
+def compile_all(
+    segments: Iterable[Segment], options_at: Mapping[int, CompileOptions]
+) -> Iterator[tuple[Segment, CompiledSegment]]:
+    """Compile segments in parallel, using all CPU cores; yields all of them, once they are compiled.
 
     They are traced one after the other in this thread, while XLA compiles earlier ones in other threads: the largest
     first, as it takes longest. Devices of several processes need the same compilations in the same order: one at a
     time, then.
     """
+    segments = sorted(segments, key=lambda segment: segment.size, reverse=True)
     if not segments:
         return
-    segments = sorted(segments, key=lambda segment: segment.size, reverse=True)
     is_divided = any(options.replicas.local_count < options.replicas.count for options in options_at.values())
     with CompilePool(1 if is_divided else os.cpu_count() or 1) as pool:
         report_compilation(segments[0].name, 0, len(segments))
@@ -55,8 +57,7 @@ def compile_all(segments: Sequence[Segment], options_at: Mapping[int, CompileOpt
             if number:
                 report_compilation(segment.name, number, len(segments))
             compiled.append(compilation.result())
-    for segment, executable in zip(segments, compiled, strict=True):
-        segment.take(executable)
+    yield from zip(segments, compiled, strict=True)
 
 
 def _check_shared(shared: Collection[Channel], options_at: Mapping[int, CompileOptions]) -> None:
@@ -70,7 +71,8 @@ def _check_shared(shared: Collection[Channel], options_at: Mapping[int, CompileO
 
 
 class Plan:
-    """Host-executed program: `(changing, constant, feeds) -> (changing, fetches)`.
+    """Host-executed program: `(changing, constant, feeds) -> (changing, fetches)`. Before the first run, `compile` or
+    `adopt` provides the executables of its segments.
 
     Fetched are the transfers of the output streams; then, where anything is checked, which check failed: an array for
     each IPU.
@@ -86,6 +88,7 @@ class Plan:
     Attributes:
         changed: storages that the program changes, at the start and at the end of the steps.
         ends: as passed.
+        compile_seconds: compile times of structures that no earlier program had compiled.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Plan:
         self._options_at = options_at
         self._stages = stages_of(options_at)
         self.ends = ends
+        self.compile_seconds: dict[Structure, float] = {}
         known = {*self._variables, *steps.changed}
         for step in steps.steps:
             for t in step.reads:
@@ -128,11 +132,22 @@ class Plan:
         steps.prepare(options_at, next(iter(options_at)))
         for step, _ in steps.all_steps():
             step.prepare(options_at)
+
+    def compile(self) -> None:
+        """Compile the structures of this process's segments that have no executable yet."""
         fresh: dict[Structure, Segment] = {}
-        for segment in self.segments:
-            if segment.structure.executable is None and not options_at[segment.ipu].compile_target.is_elsewhere:
+        for segment in self._own_segments:
+            if segment.structure.executable is None:
                 fresh.setdefault(segment.structure, segment)
-        compile_all(tuple(fresh.values()), options_at)
+        for segment, compiled in compile_all(fresh.values(), self._options_at):
+            segment.structure.executable, segment.structure.text = compiled.executable, compiled.text
+            self.compile_seconds[segment.structure] = compiled.seconds
+
+    def adopt(self, executables: Sequence[Any]) -> None:
+        """Use precompiled executables, of `structures`, for those that have none yet."""
+        for structure, executable in zip(self.structures, executables, strict=True):
+            if structure.executable is None:
+                structure.executable, structure.text = executable, executable.as_text
 
     def __call__(
         self,
@@ -205,10 +220,14 @@ class Plan:
         return runs
 
     @property
+    def _own_segments(self) -> tuple[Segment, ...]:
+        """Segments that this process runs."""
+        return tuple(s for s in self.segments if not self._options_at[s.ipu].compile_target.is_elsewhere)
+
+    @property
     def structures(self) -> tuple[Structure, ...]:
         """Distinct structures of the segments that this process runs."""
-        own = (segment for segment in self.segments if not self._options_at[segment.ipu].compile_target.is_elsewhere)
-        return tuple(dict.fromkeys(segment.structure for segment in own))
+        return tuple(dict.fromkeys(segment.structure for segment in self._own_segments))
 
     def text(self) -> str:
         """Compiled text of each distinct segment."""

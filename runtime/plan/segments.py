@@ -159,7 +159,6 @@ class Segment(Step):
         keys: keys of the segment's inputs, for those that are on another IPU.
         shared_channels: streams and buffers that segments on other IPUs also use.
         structure: key of the executable, with the executable once it is compiled; set by `prepare`.
-        seconds: compile time; 0, if a segment of the same structure had been compiled before.
     """
 
     ops: tuple[Op, ...]
@@ -169,7 +168,6 @@ class Segment(Step):
     keys: dict[Tensor, Key] = field(default_factory=dict)
     shared_channels: tuple[Channel, ...] = ()
     structure: Structure = field(init=False)
-    seconds: float = 0.0
     _constants: dict[Key, Array] = field(init=False)
     _described: Values | None = None  # results, where another process runs the segment
     _lock: CollectiveLock | None = None
@@ -264,11 +262,6 @@ class Segment(Step):
             return CompiledSegment(executable, lowered.as_text, traced + perf_counter() - start)
 
         return compile
-
-    def take(self, compiled: CompiledSegment) -> None:
-        """Store compilation results for all segments of the same structure."""
-        self.structure.executable, self.structure.text = compiled.executable, compiled.text
-        self.seconds = compiled.seconds
 
     def _results(self, info: Any) -> list[RemoteBuffer | None]:
         """Remote buffer of each executable result, in order; `None` for other results."""

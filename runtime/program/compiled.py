@@ -229,14 +229,15 @@ def _plan(layout: Layout, steps: HostSteps, executables: Sequence[Any] | None) -
     with_ends = [ipu for ipu, here in channels.items() if here or len(channels) == 1]
     if executables is None:
         ends = {ipu: _begin_and_end(layout, ipu, channels[ipu]) for ipu in with_ends}
-        held = []
     else:
         pairs = zip(executables[::2], executables[1::2], strict=False)
         ends = dict(zip(with_ends, pairs, strict=False))
-        held = _adopt(layout, steps, executables[2 * len(with_ends) :])
     streams = (layout.used_inputs, layout.outputs)
     plan = Plan(steps, layout.changed, layout.unchanged, buffers, *streams, channels, layout.compile_options, ends)
-    del held  # the segments have them by now
+    if executables is None:
+        plan.compile()
+    else:
+        plan.adopt(executables[2 * len(with_ends) :])
     return plan
 
 
@@ -244,18 +245,6 @@ def _channels_in(ipu: int, layout: Layout, steps: HostSteps) -> tuple[Stream | F
     """Channels located at an IPU. The failure channel exists wherever a segment performs checks."""
     checks = any(FAILURE in segment.channels for segment in steps.segments() if segment.ipu == ipu)
     return tuple(c for c in layout.channels if (checks if c is FAILURE else layout.homes[c] == ipu))
-
-
-def _adopt(layout: Layout, steps: HostSteps, executables: Sequence[Any]) -> list[Structure]:
-    """Adopt precompiled executables for the plan's segments. They stay registered while the caller references the
-    returned structures."""
-    structures = dict.fromkeys(
-        segment.executable_key(layout.compile_options[segment.ipu]) for segment in steps.segments()
-    )
-    for structure, executable in zip(structures, executables, strict=True):
-        if structure.executable is None:
-            structure.executable, structure.text = executable, executable.as_text
-    return [*structures]
 
 
 def _begin_and_end(layout: Layout, ipu: int, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:

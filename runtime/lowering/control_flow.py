@@ -41,7 +41,7 @@ def _call(lowering: Lowering, op: Op, environment: Environment, context: Context
     check_bound(op)
     operands, sharing = call_inputs(op, environment), environment.sharing(op)
     inputs: Sequence[Array | PackedSlot] = operands
-    if lowering.inlines(graph, context, sharing) and context.record_call(graph, operands):
+    if lowering.inlines(graph, context, sharing) and context.calls.record(graph, operands):
         with of_op(op), overriding_kernels(lowering.replicas.platform, lowering.hooks.overrides):
             inputs = _delayed_inputs(op, operands, environment, context)
     finish_call(op, environment, operands, lowering.lower_call(graph, inputs, context, in_rows=True, sharing=sharing))
@@ -248,7 +248,7 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, context: Context
         (before, positions), (i, sliced) = state, inputs
         channels = loop_channels.in_iteration(positions)
         iteration = loop.begin_iteration(before, i)
-        body = context.in_loop_body(channels, cut=dict(zip(rows, sliced, strict=True)))
+        body = context.in_loop_body(channels, sliced_rows=dict(zip(rows, sliced, strict=True)))
         results = lowering.lower_call(loop.graph, iteration.inputs, body, in_rows=True, sharing=iteration.sharing)
         after, further = loop.end_iteration(iteration, results)
         return (after, channels.carried(streams)), further

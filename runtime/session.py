@@ -7,7 +7,6 @@ Programs import it as `popxl.Session`. Its reports are in `runtime.session_inspe
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -31,6 +30,7 @@ from runtime.lowering.channels import channels_of
 from runtime.machine import Machine
 from runtime.program.compiled import Precompiled
 from runtime.program.host_arrays import HostArrays, Outputs
+from runtime.program.store import VariableStore
 from runtime.session_inspection import SessionInspection
 from runtime.session_variables import SessionVariables
 from runtime.targets.devices import Device
@@ -107,19 +107,20 @@ class Session(SessionInspection, SessionVariables):
         write_checkpoint(ir, "Final")
         self.program = self.machine.program(ir, self._device, precompiled)
         self.runner = self.machine.runner(self.program)
-        self.store = None if self.runner is None else self.runner.store
-        if self.runner is not None:
-            self._run = self.runner.run
-        comes_back = self.store is not None and not self._is_memory_map
+        if self.runner is None:
+            self._store = VariableStore(self.program.layout)  # stays empty
+        else:
+            self._store, self._run = self.runner.store, self.runner.run
+        comes_back = self.runner is not None and not self._is_memory_map
         self.weights_to_host_on_exit = weights_to_host_on_exit and comes_back
         self._snapshot = Snapshot(ir.main_graph)
         self._known_edits = ir.edits.compiled = ir.edits.count
         self._was_attached_stack: list[bool] = []
         self._host_arrays = HostArrays(self.program.layout)
         self._output_streams = self.program.layout.outputs
-        self._lock = threading.RLock() if self.store is None else self.store.lock
+        self._lock = self._store.lock
         self._owners: dict[Variable, tuple[Session, Variable]] = {}  # of variables owned by other sessions
-        if self.is_attached and self.store is not None:
+        if self._can_run:
             self.weights_from_host()
 
     def __repr__(self) -> str:
@@ -164,7 +165,7 @@ class Session(SessionInspection, SessionVariables):
                 "all of its own."
             )
         with self._lock, self._ir.host_copies.lock:
-            if self.is_attached and self.store is not None and self.store.has_run and not self._is_memory_map:
+            if self.is_attached and self._store.has_run and not self._is_memory_map:
                 self.weights_to_host()
             write(path, self._ir, self.program)
 
@@ -206,7 +207,7 @@ class Session(SessionInspection, SessionVariables):
             try:
                 if not was_attached:
                     self._device.attach()
-                    if self.store is not None:
+                    if self._can_run:
                         self.weights_from_host()
                 self._was_attached_stack.append(was_attached)
             except BaseException:
@@ -240,8 +241,8 @@ class Session(SessionInspection, SessionVariables):
                 f"Session._set_device: the program was compiled for {self._device}, which {device} is not. Make "
                 "another session for it."
             )
-        if not device.isAttached and self.store is not None:
-            self.store.release()
+        if not device.isAttached:
+            self._store.release()
         self._device, self.program = device, replace(self.program, device=device)
 
     # Running --------------------------------------------------------------------------------------------------------
@@ -272,8 +273,8 @@ class Session(SessionInspection, SessionVariables):
             PopxlError: if the Ir has changed since the session was made, without a later session of it.
         """
         with self._lock:
-            store = self.store
-            if store is None or store.constant is None:
+            store = self._store
+            if store.constant is None:
                 store = self._loaded_store("run")
             if self._known_edits != self._ir.edits.count:
                 self._look_at_edits()
@@ -385,14 +386,14 @@ class Session(SessionInspection, SessionVariables):
             raise TypeError(f"Session.use_variables_of: expected variables, by variables; got {others}.")
         if other is self or any(owner is self for owner, _ in other._owners.values()):
             raise ValueError("Session.use_variables_of: `other` is this session, or has variables of this one.")
-        if (self.store is None) != (other.store is None):
+        if (self.runner is None) != (other.runner is None):
             raise ValueError(f"Session.use_variables_of: {self._device} and {other._device}: one of them is not here.")
         for mine, theirs in variables.items():
             self._check_own("use_variables_of", mine)
             other._check_own("use_variables_of", theirs)
         with self._lock, other._lock:
-            if self.runner is not None and other.store is not None:
-                self.runner.store.share(other.store, variables)
+            if self.runner is not None:
+                self._store.share(other._store, variables)
                 self._run = self.runner.run_sharing
             self._owners |= {mine: (other, theirs) for mine, theirs in variables.items()}
 

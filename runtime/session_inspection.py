@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from popxl.analysis.edits import Snapshot
 from popxl.analysis.memory import Memory
@@ -17,11 +17,9 @@ from runtime.costs.executables import texts
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
 from runtime.inspection import report_of
-from runtime.machine import Machine
 from runtime.program.compiled import CompiledProgram
 from runtime.program.run import Runner
 from runtime.report import Report
-from runtime.targets.devices import Device
 from runtime.timeline import Timeline
 from runtime.traces import traced
 
@@ -32,10 +30,10 @@ class SessionInspection(NotCopyable):
     if TYPE_CHECKING:  # of `Session`
         _ir: Ir
         _snapshot: Snapshot
-        machine: ClassVar[Machine]
         program: CompiledProgram
         runner: Runner | None
-        _device: Device
+
+        def _runner_for(self, what: str) -> Runner: ...
 
     @property
     def report(self) -> Report:
@@ -155,11 +153,6 @@ class SessionInspection(NotCopyable):
         """
         self._check_unchanged("debugging")
         return self._runner_for("debugging").debugging(infinities)
-
-    def _runner_for(self, what: str) -> Runner:
-        if self.runner is None:
-            raise self.machine.refusal(what, self._device)
-        return self.runner
 
     def _check_unchanged(self, what: str) -> None:
         """Raise `PopxlError` if the Ir changed after the session's creation."""

@@ -20,6 +20,7 @@ from popxl.ir import Ir
 from popxl.utils import narrowed
 from runtime.machine import Machine
 from runtime.program.compiled import CompiledProgram
+from runtime.program.run import Runner
 from runtime.program.store import VariableStore
 from runtime.signals import defer_signals
 from runtime.targets.devices import Device
@@ -34,7 +35,8 @@ class SessionVariables:
         _ir: Ir
         machine: ClassVar[Machine]
         program: CompiledProgram
-        store: VariableStore | None
+        runner: Runner | None
+        _store: VariableStore
         _lock: threading.RLock
         _device: Device
         _owners: Mapping[Variable, tuple[SessionVariables, Variable]]
@@ -44,14 +46,29 @@ class SessionVariables:
         """Whether the device is attached, allowing runs: true inside a `with session:` block."""
         return self._device.isAttached
 
+    @property
+    def store(self) -> VariableStore | None:
+        """Variables on the device; `None` for offline targets."""
+        return None if self.runner is None else self._store
+
+    @property
+    def _can_run(self) -> bool:
+        """Whether the program can be run now: its device is present, and attached."""
+        return self.runner is not None and self.is_attached
+
+    def _runner_for(self, what: str) -> Runner:
+        """Runner of the program. Raises the machine's error if the session has none."""
+        if self.runner is None:
+            raise self.machine.refusal(what, self._device)
+        return self.runner
+
     def _attached_store(self, what: str) -> VariableStore:
         """Store of device variables. Raises `ValueError` if the session is not attached; the machine's error if its
         device cannot run programs."""
-        if self.store is None:
-            raise self.machine.refusal(what, self._device)
+        store = self._runner_for(what).store
         if not self.is_attached:
             raise ValueError(f"Session.{what}: the session is not attached to a device. Use it inside `with session:`.")
-        return self.store
+        return store
 
     def _loaded_store(self, what: str) -> VariableStore:
         """Store of device variables, after uploading them if necessary (after a manual attach or detach)."""
@@ -142,7 +159,7 @@ class SessionVariables:
         with self._lock, self._ir.host_copies.lock:
             if any(isinstance(t, Variable) for t in own) and self._device_is_ahead():
                 self.weights_to_host()
-            of_all = {} if self.store is None else self.store.values_of_all
+            of_all = self._store.values_of_all
             return {t: known[t] if t in known else _host_value(t, of_all) for t in wanted}
 
     def _check_readable(self, t: Variable | Constant) -> None:
@@ -155,15 +172,12 @@ class SessionVariables:
 
     def _device_is_ahead(self) -> bool:
         """Whether reading requires a download. Warns if the device has newer values that are inaccessible."""
-        store = self.store
-        if store is None:
-            return False
-        if store.has_run and not self.is_attached:
+        if self._store.has_run and not self.is_attached:
             _log.warn(
                 "Session.get_tensors_data: these are the values from before the last runs. What the device had was not "
                 "copied to the host before the session was left."
             )
-        return store.is_ahead and self.is_attached
+        return self._store.is_ahead and self._can_run
 
     def _data_of_owner(self, t: Variable | Constant) -> np.ndarray:
         owner, theirs = self._owners[t]  # type: ignore[index]  # a variable
@@ -198,17 +212,14 @@ class SessionVariables:
         for t, data in tensors.items():
             self._check_writable(t)
             checked[t] = _new_data(t, data)
-        store = self._attached_store("write_variable_data") if self.is_attached else self.store
+        store = self._attached_store("write_variable_data") if self.is_attached else self._store
 
         def write() -> None:
             _write_host_values(checked, copy)
-            if store is None:
-                self._ir.host_copies.record_write()
-            else:
-                store.mark_host_written()  # so that a signal that interrupts the upload only delays it
+            store.mark_host_written()  # so that a signal that interrupts the upload only delays it
 
         with self._lock, self._ir.host_copies.lock:
-            if store is not None and store.has_run and self.is_attached:
+            if store.has_run and self.is_attached:
                 self._warn_of_reverted(checked)
             defer_signals(write)
             if self.is_attached:

@@ -22,11 +22,17 @@ from popxl.fp8_utils import as_array
 from popxl.initial import Initial, stacked
 from popxl.replica_grouping import Groups
 from popxl.tensor import Variable
-from popxl_addons._memory_map import memory_map
 from popxl_addons.dot_tree import DotTree, check_leaves
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping, resolved
 from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.variable_data import DataIter, PeekableIterator, data_elements, first_element, warn_of_rows
+from popxl_addons.variable_data import (
+    DataIter,
+    PeekableIterator,
+    data_elements,
+    first_element,
+    memory_map,
+    warn_of_rows,
+)
 from popxl_addons.variable_data import host_scalar_tensor_types as host_scalar_tensor_types
 
 PathLike = str | os.PathLike[str]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 import popxl
+from poptorch.lowering.emission import next_seed
 from poptorch.lowering.operands import axis_of, promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
@@ -57,3 +60,49 @@ def dynamic_update(input: popxl.Tensor, src: popxl.Tensor, dim: int, start: popx
 @jax_op(title="DynamicSliceUpdate")
 def _updated(t: Any, part: Any, start: Any, *, axis: int) -> Any:
     return lax.dynamic_update_slice_in_dim(t, part, start.reshape(()), axis)
+
+
+# Points --------------------------------------------------------------------------------------------------------------
+
+
+@lowers("poptorch.fps")
+def fps(src: popxl.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start: bool = False) -> popxl.Tensor:
+    points = []
+    for start, stop in zip(ptr[:-1], ptr[1:], strict=True):
+        count = math.ceil(ratio * (stop - start))
+        seed = next_seed() if random_start else None
+        points.append(_farthest_points(src[start:stop], seed, count=count) + start)
+    return ops.concat(points, 0)
+
+
+@jax_op(gradient=None)
+def _farthest_points(points: Any, seed: Any = None, *, count: int) -> Any:
+    """Farthest point sampling: indices of points, each maximising the distance from earlier samples."""
+    first = jnp.int32(0)
+    if seed is not None:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        first = jax.random.randint(key, (), 0, points.shape[0])
+
+    def sample_point(state: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], Any]:
+        chosen, nearest = state
+        nearest = jnp.minimum(nearest, jnp.sum((points - points[chosen]) ** 2, -1))
+        return (jnp.argmax(nearest).astype(jnp.int32), nearest), chosen
+
+    _, found = lax.scan(sample_point, (first, jnp.full(points.shape[0], jnp.inf, points.dtype)), length=count)
+    return found
+
+
+Sets = popxl.Tensor | Sequence[int] | None
+
+
+@lowers("poptorch.nearest")
+def nearest(x: popxl.Tensor, y: popxl.Tensor, batch_x: Sets = None, batch_y: Sets = None) -> popxl.Tensor:
+    return _nearest(x, y, *(popxl.constant(s, popxl.int32) if isinstance(s, tuple) else s for s in (batch_x, batch_y)))
+
+
+@jax_op(title="NearestPoint", gradient=None)
+def _nearest(x: Any, y: Any, batch_x: Any = None, batch_y: Any = None) -> Any:
+    distances = jnp.sum((x[:, None] - y[None]) ** 2, -1)
+    if batch_x is not None and batch_y is not None:
+        distances = jnp.where(batch_x[:, None] == batch_y[None], distances, jnp.inf)
+    return jnp.argmin(distances, 1).astype(jnp.int32)

@@ -9,7 +9,7 @@ from popxl import initial, ops
 from popxl.extend.ops import cast_if_needed, factor
 from popxl.replica_grouping import Groups
 from popxl_addons.module import Module
-from popxl_addons.optimizers.arguments import check_floating
+from popxl_addons.optimizers.steps import check_floating
 
 __all__ = ["AdamOptimizerStep"]
 

@@ -23,9 +23,18 @@ from popxl.extend.kernels import Array
 from popxl.extend.ops import ELEMENTWISE, adam_direction
 from popxl.op import BetweenReplicas, OpKind, ShardingRule, Trait
 from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.optimizers.arguments import check_floating, numbers, weight_decays
 from popxl_addons.optimizers.means import Means, MeansOverGroups, ShardedMeans, SubGroup
-from popxl_addons.optimizers.steps import Rate, Scale, Step, Tensors, formula_op, update_all
+from popxl_addons.optimizers.steps import (
+    Rate,
+    Scale,
+    Step,
+    Tensors,
+    check_floating,
+    formula_op,
+    numbers,
+    update_all,
+    weight_decays,
+)
 
 
 def _adamw_formula(

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import popxl
 from popxl import initial
 from popxl.errors import PopxlError, ShardedUpdateWarning
+from popxl.extend.graphs import ELEMENTWISE_PRIMITIVES, leaf_equations
 from popxl.extend.kernels import Array
 from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.op import Colocated, OpKind, Overwrites
 from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.optimizers.elementwise import non_elementwise_primitives
 from popxl_addons.optimizers.steps import Scale, Step, Tensors, Trained, select_if_finite
 from popxl_addons.variable_factory import VariableFactory
 
@@ -220,3 +220,29 @@ def _initial_leaf(is_first: Array, first: Any, stored: Array) -> Array:
     """State leaf restored from storage, or initialized."""
     now = jnp.where(is_first, jnp.asarray(_key_data(first)).astype(stored.dtype), stored)
     return jax.random.wrap_key_data(now, impl=jax.random.key_impl(first)) if _is_key(jnp.asarray(first)) else now
+
+
+def non_elementwise_primitives(function: Callable[..., Any], *args: Any) -> list[str]:
+    """Primitives that may combine elements, such as sums and matrix products, found by tracing.
+
+    Args:
+        args: trees of arrays, or of `jax.ShapeDtypeStruct`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> non_elementwise_primitives(lambda x: jnp.exp(x) * 2, jnp.ones(3))
+        []
+        >>> non_elementwise_primitives(lambda x: x / jnp.sum(x), jnp.ones(3))
+        ['reduce_sum']
+    """
+    equations = leaf_equations(jax.make_jaxpr(function)(*args).jaxpr)
+    others = (each for each in equations if each.primitive.name not in ELEMENTWISE_PRIMITIVES)
+    return sorted({each.primitive.name for each in others if not _keeps_shapes(each)})
+
+
+def _keeps_shapes(equation: Any) -> bool:
+    """Whether all operands are scalars, or a shape op leaves the shape unchanged."""
+    shapes = [value.aval.shape for value in equation.invars]
+    if equation.primitive.name in ("broadcast_in_dim", "reshape", "squeeze"):
+        return all(shape in ((), equation.outvars[0].aval.shape) for shape in shapes)
+    return not any(shapes)

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import popxl
 from popxl import initial, ops
 from popxl.context import get_current_context
+from popxl.dtypes import check_dtype
 from popxl.extend.arguments import number
 from popxl.extend.collectives import shard_count
+from popxl.extend.graphs import final_ipu, reading_ipus
 from popxl.extend.kernels import Array
 from popxl.extend.ops import factor
 from popxl.op import Colocated, OpKind, Overwrites, Trait
@@ -25,9 +27,7 @@ from popxl.tensor import Variable
 from popxl_addons.dot_tree import DotTree, sanitise
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.grad_reduce_square_add import grad_reduce_square_add
-from popxl_addons.optimizers.arguments import check_floating
 from popxl_addons.optimizers.loss_scaling import LossScale, all_finite
-from popxl_addons.optimizers.placement import Placement
 from popxl_addons.optimizers.schedules import Schedule
 from popxl_addons.optimizers.state_location import StateStorage
 from popxl_addons.variable_factory import VariableFactory
@@ -320,3 +320,59 @@ def update_all(
     for variable in step.trained:
         step.update(kind, variable, slots, **numbers, decay=decay(variable.name))
     return step.named_state
+
+
+# IPUs ---------------------------------------------------------------------------------------------------------------
+
+
+class Placement:
+    """IPU placement of main-graph tensors, with copies on demand: each part of a step runs on the IPU of its variable,
+    so that its state is there too."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[popxl.Tensor, int], popxl.Tensor] = {}
+        self._current = get_current_context().ipu_id
+        self._reading_ipus = reading_ipus(popxl.gmg())
+
+    def ipu_of(self, t: popxl.Tensor) -> int | None:
+        """IPU of the producing op; for variables, of the first reader; by default the current IPU."""
+        ipu = next(iter(self._reading_ipus.get(t, ())), None) if t.origin.producer is None else final_ipu(t)
+        return self._current if ipu is None else ipu
+
+    def copy_to(self, t: popxl.Tensor, ipu: int | None) -> popxl.Tensor:
+        """`t` on an IPU: itself if already there or unused, otherwise a copy."""
+        is_free = t.origin.producer is None and t not in self._reading_ipus and t.location[0] is None
+        if ipu is None or is_free or self.ipu_of(t) == ipu:
+            return t
+        if (t, ipu) not in self._copies:
+            self._copies[t, ipu] = popxl.ops.ipu_copy(t, ipu, self.ipu_of(t))
+        return self._copies[t, ipu]
+
+
+# Arguments ----------------------------------------------------------------------------------------------------------
+
+
+def check_floating(dtype: Any, what: str) -> popxl.dtype:
+    """Check an update dtype. Raises `ValueError` for integer and complex types."""
+    check_dtype(dtype, what)
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"{what} is {dtype.name}; expected a floating point type, as a step changes numbers by parts of them."
+        )
+    return dtype
+
+
+def numbers(optimizer: str, **values: Any) -> dict[str, float]:
+    """Check named hyperparameters. Raises `TypeError` for non-numbers."""
+    return {name: float(number(value, f"{optimizer}: `{name}`")) for name, value in values.items()}
+
+
+def weight_decays(optimizer: str, weight_decay: Any, decays: Any) -> Callable[[str], float]:
+    """Weight decay by variable name."""
+    decay = numbers(optimizer, weight_decay=weight_decay)["weight_decay"]
+    if not callable(decays):
+        raise TypeError(
+            f'{optimizer}: `decays` must be a function of a variable\'s name, such as `lambda name: "norm" not in '
+            f"name`; got {decays!r} ({type(decays).__name__})."
+        )
+    return lambda name: decay if decays(name) else 0.0

@@ -10,7 +10,7 @@ import numpy as np
 
 from popxl.base.pages import Page, Table, bytes_text, seconds_text
 from popxl.base.records import Record
-from runtime.costs.wires import Wires
+from runtime.costs.network import Wires
 from runtime.costs.work import Collective
 from runtime.program.compiled import CompiledProgram
 from runtime.targets.mesh import dimensions_of

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from popxl.base.records import Record
+from runtime.costs.network import Wires
 from runtime.costs.step_timeline import StepTimeline
-from runtime.costs.wires import Wires
 from runtime.costs.work import Account, Collective, Work
 
 Bound = Literal["compute", "memory", "network", "host"]

@@ -18,16 +18,14 @@ from runtime.costs.axes import axes_of
 from runtime.costs.cost import CollectiveCost, CollectiveUse, Cost, IpuCost
 from runtime.costs.executables import check_whole, executables_of
 from runtime.costs.graph_costs import graphs_of
-from runtime.costs.hlo import Module, parse_hlo
-from runtime.costs.host_copies import HostCopies, host_copies
+from runtime.costs.hlo import HOST, Instruction, Module, parse_hlo
 from runtime.costs.ipu_timing import Timing, timing_of
 from runtime.costs.lines import arguments_of, lines_of
-from runtime.costs.network import LinkSpan, collective_time
+from runtime.costs.network import LinkSpan, Wires, collective_time
 from runtime.costs.precision import LEVELS, precisions_of
 from runtime.costs.step import timeline_of
 from runtime.costs.step_timeline import StepTimeline, combined
-from runtime.costs.wires import Wires
-from runtime.costs.work import Account, Collective, account_of
+from runtime.costs.work import Account, Collective, account_of, is_kernel, work_of
 from runtime.lowering.channels import Channel
 from runtime.plan.plan import Plan
 from runtime.plan.structure import Structure
@@ -243,6 +241,37 @@ def _code_figures(executables: Sequence[ExecutableRuns], names: Mapping[str, str
         "arguments": arguments,
         "overwritten": overwritten,
     }
+
+
+class HostCopies(NamedTuple):
+    """Number of copies between device and host memory in a run.
+
+    Attributes:
+        overlapped: while other kernels run.
+        exposed: while other kernels wait.
+    """
+
+    overlapped: int = 0
+    exposed: int = 0
+
+
+def host_copies(module: Module) -> HostCopies:
+    """Count the copies in a compiled program. A copy without a kernel between its start and its end is exposed."""
+    beside = alone = 0
+    for instruction, times in module.entry.runs():
+        shapes = [*instruction.results, *(shape for each in instruction.operand_shapes for shape in each)]
+        if is_kernel(instruction) and any(shape.memory == HOST for shape in shapes):
+            is_beside = instruction.opcode.endswith("-start") and _has_kernels_before_end(instruction)
+            beside, alone = beside + times * is_beside, alone + times * (not is_beside)
+    return HostCopies(beside, alone)
+
+
+def _has_kernels_before_end(start: Instruction) -> bool:
+    """Whether kernels run between the start of an asynchronous instruction and its end."""
+    instructions = [*start.computation.instructions.values()]
+    end = next((each for each in start.users if each.opcode.endswith("-done")), start)
+    between = instructions[instructions.index(start) + 1 : instructions.index(end)]
+    return any(is_kernel(each) and work_of(each).kernels for each in between)
 
 
 def host_copies_of(program: CompiledProgram) -> HostCopies:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from runtime.costs.hlo import Computation, Instruction, Module
 from runtime.costs.kernels import Limit, kernel_time
+from runtime.costs.network import Wires
 from runtime.costs.precision import LEVELS, capped
 from runtime.costs.step_timeline import LONGEST_TIMELINE, LineTraffic, StepSpan, StepTimeline
-from runtime.costs.wires import Wires
 from runtime.costs.work import COLLECTIVES, Collective, collectives_of, is_kernel, work_of
 from runtime.lowering.scopes import graph_of, graphs_in
 

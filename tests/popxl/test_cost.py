@@ -14,9 +14,9 @@ import popxl
 from popxl import ops
 from runtime.costs.graph_costs import graphs_of
 from runtime.costs.hlo import Shape, parse_hlo, shapes
-from runtime.costs.host_copies import host_copies
+from runtime.costs.network import Wires
 from runtime.costs.precision import capped, precisions_of
-from runtime.costs.wires import Wires
+from runtime.costs.program_cost import host_copies
 from runtime.costs.work import Account, Product, account_of
 from runtime.targets.chip import Gpu, Tpu, of_device, shipped
 

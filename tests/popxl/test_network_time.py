@@ -14,10 +14,9 @@ import popxl
 from popxl import ops
 from runtime.costs.hlo import parse_hlo
 from runtime.costs.kernels import attained, product_seconds
-from runtime.costs.network import collective_time, spans_of
+from runtime.costs.network import Wires, collective_time, spans_of
 from runtime.costs.step import timeline_of
 from runtime.costs.step_timeline import StepTimeline
-from runtime.costs.wires import Wires
 from runtime.costs.work import Product, SizedProduct, account_of
 from runtime.targets.chip import Efficiency, Gpu, Tpu, names, shipped
 

@@ -8,10 +8,10 @@ from popxl.ops.var_updates.accumulate import (
     accumulate_square_,
     accumulator_scale_,
     accumulator_zero_,
+    sparse_accumulate_,
 )
 from popxl.ops.var_updates.adam import adam_updater, adam_var_update, adamax_updater, lamb_updater
 from popxl.ops.var_updates.copy_var_update import copy_var_update_
-from popxl.ops.var_updates.sparse_accumulate import sparse_accumulate_
 
 __all__ = [
     "accumulate_",

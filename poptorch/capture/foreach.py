@@ -37,29 +37,13 @@ def _run(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.T
     return args[0].copy_(made) if name.endswith("_") else made
 
 
-def _maximum(t: torch.Tensor, other: Any) -> torch.Tensor:
-    return t.maximum(other) if isinstance(other, torch.Tensor) else t.clamp_min(other)
-
-
-def _minimum(t: torch.Tensor, other: Any) -> torch.Tensor:
-    return t.minimum(other) if isinstance(other, torch.Tensor) else t.clamp_max(other)
-
-
-def _norm(t: torch.Tensor, order: float = 2, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.linalg.vector_norm(t, order, dtype=dtype)
-
-
-def _power_sum(t: torch.Tensor, order: float = 2, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return t.abs().pow(order).sum(dtype=dtype)
-
-
 _FUNCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "addcdiv": lambda t, a, b, value=1: t + a / b * value,
     "addcmul": lambda t, a, b, value=1: t + a * b * value,
-    "maximum": _maximum,
-    "minimum": _minimum,
-    "norm": _norm,
+    "maximum": lambda t, other: t.maximum(other) if isinstance(other, torch.Tensor) else t.clamp_min(other),
+    "minimum": lambda t, other: t.minimum(other) if isinstance(other, torch.Tensor) else t.clamp_max(other),
+    "norm": lambda t, order=2, dtype=None: torch.linalg.vector_norm(t, order, dtype=dtype),
     "pow": torch.pow,
-    "powsum": _power_sum,
+    "powsum": lambda t, order=2, dtype=None: t.abs().pow(order).sum(dtype=dtype),
 }
 """Operations without a method of tensors, or whose method refuses some kinds of arguments."""

@@ -36,14 +36,6 @@ def _gru(from_input: Any, from_state: Any, state: State) -> State:
     return ((1 - update) * new + update * state[0],)
 
 
-def _rnn_tanh(from_input: Any, from_state: Any, state: State) -> State:
-    return (jnp.tanh(from_input + from_state),)
-
-
-def _rnn_relu(from_input: Any, from_state: Any, state: State) -> State:
-    return (jax.nn.relu(from_input + from_state),)
-
-
 _Step = Callable[[Any, Any, State], State]
 
 
@@ -183,8 +175,8 @@ def _kind(name: str, step: _Step, states: int) -> OpKind:
 _LAYERS = {
     "lstm": _kind("LSTM", _lstm, 2),
     "gru": _kind("GRU", _gru, 1),
-    "rnn_tanh": _kind("RNNTanh", _rnn_tanh, 1),
-    "rnn_relu": _kind("RNNRelu", _rnn_relu, 1),
+    "rnn_tanh": _kind("RNNTanh", lambda from_input, from_state, state: (jnp.tanh(from_input + from_state),), 1),
+    "rnn_relu": _kind("RNNRelu", lambda from_input, from_state, state: (jax.nn.relu(from_input + from_state),), 1),
 }
 
 

@@ -275,8 +275,8 @@ def sparse_accumulate_(
 ) -> Tensor:
     """Add `f` times the slices of `X` to slices of `t`, in place: t[indices[j]] += f X[j], on dimension `axis`.
 
-    It is the update that the gradient of `gather` makes to its table, without a gradient of the table's size. Computed in
-    float32 and rounded once; integers without a factor are added as integers.
+    It is the update that the gradient of `gather` makes to its table, without a gradient of the table's size.
+    Computed in float32 and rounded once; integers without a factor are added as integers.
 
     Args:
         t: the accumulator.

@@ -98,7 +98,8 @@ def train_step(
             host memory: a policy (`"everything"`, `"products"`, `"products_without_batch"`, `"nothing"`) or a
             `MemoryPlan`, such as that of a step that was made with a policy. Or a budget, such as `"14 GB"` or bytes of
             a device: the step is built and compiled separately for the devices of this host, up to four times, for a
-            plan within it; see `plan_memory`, which takes other targets and whole programs. By default all are kept.
+            plan within it; see `plan_memory`, which takes other targets, and programs of several steps. By default all
+            are kept.
         optimizer_state: where the optimiser's state is between steps: on the `"device"`, or in remote buffers on the
             `"host"`, from where the update of each variable loads what belongs to it, and stores it back. `"auto"`,
             together with a budget: on the host if nothing else is within it; together with a plan: as it states. On
@@ -257,8 +258,9 @@ def _chosen(
     requested = current_request()
     if requested is not None:
         memory = requested.memory_of(None if is_budget(memory) else memory)
-        requested.samples = samples_of(specs) if micro_batches == "auto" else 1
-        requested.is_state_open = optimizer_state == "auto"
+        if micro_batches == "auto":
+            requested.open_samples.append(samples_of(specs))
+        requested.is_state_open |= optimizer_state == "auto"
     stated = memory if requested is None else requested.request
     count = stated.micro_batches if micro_batches == "auto" else int(micro_batches)
     return memory, count, stated.optimizer_state if optimizer_state == "auto" else optimizer_state
@@ -266,7 +268,7 @@ def _chosen(
 
 def _warn_of_other_division(memory: Any, count: int, location: StateLocation) -> None:
     """Warn of a plan that was made for more micro-batches, or for the state on the host: the step needs more memory."""
-    if not isinstance(memory, MemoryPlan):
+    if not isinstance(memory, MemoryPlan) or memory.models:  # of several models, some may have had fewer
         return
     stated: dict[str, tuple[Any, Any]] = {}
     if count < memory.micro_batches:

@@ -326,7 +326,7 @@ def tune(asked: CommandArgs) -> int:
 
 
 def plan(asked: CommandArgs, budget: int, save: Path | None, compilations: int) -> int:
-    """Plan the activations that the training step of a program keeps within a budget; print the plan, and its costs.
+    """Plan the activations that the training steps of a program keep within a budget; print the plan, and its costs.
 
     Returns:
         The exit code: 1, if no plan is within the budget, or there is nothing to plan.
@@ -355,6 +355,8 @@ def plan(asked: CommandArgs, budget: int, save: Path | None, compilations: int) 
     if save is not None:
         budget_plan.plan.write_json(save)
         takes = "options.Training.setMemoryPlan({})" if "poptorch" in sys.modules else "train_step(..., memory={})"
+        if models := budget_plan.plan.models:
+            takes = f"memory={{}}, for each of {', '.join(models)}"
         print(f"\nThe plan is in {save}: {takes.format(f'addons.MemoryPlan.read_json({str(save)!r})')}")
     if asked.pages is not None:
         budget_plan.save(asked.pages / "plan.html")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,14 +27,19 @@ class MemoryRequest(NamedTuple):
     optimizer_state: StateLocation = "device"
 
 
+class RequestedPolicy(str):
+    """Policy that a tool requests: equal to the one that a program may state itself, but not the same object."""
+
+
 @dataclass
 class RequestedMemory:
     """Request to a program, with its result.
 
     Attributes:
-        samples: samples of a batch whose number of micro-batches the program leaves open; 1 if it states the number.
+        open_samples: samples of the batches whose number of micro-batches the program leaves open.
         is_state_open: whether the program leaves open where the state of the optimiser is.
         applied: objects that applied it while the program was built.
+        open_steps: number of training steps that state no plan or policy, and so get the requested one.
         live_micro_batches: for graphs that stages of a pipeline call, maximum number of micro-batches with live
             activations on a device at a time.
         overrides: whether the request replaces plans and policies that the program states itself.
@@ -41,18 +47,25 @@ class RequestedMemory:
     """
 
     request: MemoryRequest
-    samples: int = 1
+    open_samples: list[int] = field(default_factory=list)
     is_state_open: bool = False
     applied: list[Any] = field(default_factory=list)
+    open_steps: int = 0
     live_micro_batches: dict[Any, int] = field(default_factory=dict)
     overrides: bool = False
     has_overridden: bool = False
+
+    @property
+    def samples(self) -> int:
+        """Largest number of micro-batches that all batches with an open number can be divided into."""
+        return math.gcd(*self.open_samples) or 1
 
     def memory_of(self, stated: Any) -> Any:
         """Plan or policy of a step that states its own, or `None`."""
         if stated is not None and not self.overrides:
             return stated
         self.has_overridden |= stated is not None
+        self.open_steps += stated is None
         return self.request.memory
 
 
@@ -69,6 +82,7 @@ def requesting_memory(
     memory: Any, micro_batches: int = 1, optimizer_state: StateLocation = "device", *, overrides: bool = False
 ) -> Iterator[RequestedMemory]:
     """Context manager that makes a `MemoryRequest`; it may override the plans of the program."""
+    memory = RequestedPolicy(memory) if isinstance(memory, str) else memory
     requested = RequestedMemory(MemoryRequest(memory, micro_batches, optimizer_state), overrides=overrides)
     token = _requested.set(requested)
     try:

@@ -11,6 +11,7 @@ from functools import partial
 import popxl
 from popxl import initial, ops
 from popxl.extend.arguments import check_type
+from popxl.extend.memory import current_request
 from popxl.replica_grouping import Groups
 from popxl.transforms.autodiff import make_grad_graph_info
 from popxl_addons.dot_tree import sanitise
@@ -59,7 +60,11 @@ def autodiff(
         (2,)
     """
     named = graph if isinstance(graph, GraphWithNamedArgs) else GraphWithNamedArgs(as_graph(graph))
-    planned = memory if isinstance(memory, PlannedGradients | None) else PlannedGradients(named.graph, memory)
+    if memory is None or isinstance(memory, PlannedGradients):
+        planned = memory
+    else:
+        requested = current_request()
+        planned = PlannedGradients(named.graph, memory if requested is None else requested.memory_of(memory))
     if planned is not None:
         given = merge_called_graphs(named.called_graphs_grad_info, called_graphs_grad_info)
         called_graphs_grad_info = merge_called_graphs(called_graphs_grad_info, planned.with_treatments(given))

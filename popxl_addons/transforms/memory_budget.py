@@ -33,6 +33,9 @@ def plan_memory(
     compiled, and the plan corrected by the memory that the compiler says: four compilations at most, the first with
     everything kept, and a further one for the smallest plan if none of these fits. Nothing is run.
 
+    A program with several models, such as two training steps or stages of a pipeline, gets one plan for all models that
+    `build` gives its argument to. Each device has a peak within the budget.
+
     Args:
         build: builds the program with the memory plan or policy that it is given, as `train_step(memory=…)` and
             `autodiff(memory=…)` take it, and returns its Ir. It is called once for each compilation.
@@ -50,7 +53,8 @@ def plan_memory(
         TypeError: if `build` returns no Ir, if it or `told` is no function, or for a budget that is neither text nor an
             integer.
         ValueError: for a budget without a known unit, or not above zero; for fewer than 2 compilations; if `build`
-            plans no memory, or that of several models.
+            plans no memory, or gives its argument to fewer models than before, or to some training steps and not to
+            others that state no `memory`.
         PopxlError: if no plan within the budget is found; the message has the smallest, and its largest values.
 
     Example:
@@ -79,7 +83,7 @@ def plan_memory(
 
     def compiled(request: MemoryRequest) -> Compiled:
         with requesting_memory(*request) as requested:
-            ir = build(request.memory)
+            ir = build(requested.request.memory)
             check_type(ir, popxl.Ir, "plan_memory: what `build` returns", "the Ir of the program")
             session = popxl.Session(ir, "ipu_hw" if target is None else target)
         return compiled_program(ir, session.program, requested)

@@ -12,12 +12,19 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple, Self, SupportsIndex, get_args
+from typing import Any, Literal, NamedTuple, Self, SupportsIndex, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 import popxl
 from popxl.extend.arguments import check_type
@@ -209,6 +216,7 @@ class GraphPlan(BaseModel):
         graph: the name of the graph.
         calls: number of calls in a step; if a plan has several groups of calls of one graph, of those in the group.
         activations: activations of the graph, in order.
+        model: name of the model that calls the graph, in a plan for several models.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -216,6 +224,17 @@ class GraphPlan(BaseModel):
     graph: str
     calls: int = 1
     activations: tuple[PlannedActivation, ...]
+    model: str = ""
+
+    @model_serializer(mode="wrap")
+    def _serialized(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        return fields if self.model else {name: value for name, value in fields.items() if name != "model"}
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Names of the model and the graph: plans of groups of calls have them in common."""
+        return self.model, self.graph
 
     def bytes(self, treatment: Treatment) -> int:
         """Total bytes of activations with a treatment, over all calls."""
@@ -237,6 +256,10 @@ class MemoryPlan(OnPage, BaseModel):
     """Treatment of every activation in called graphs, with JSON form.
 
     `train_step` applies one and returns it; edit the JSON, or `with_treatments`, and apply the result in its place.
+
+    A plan for several models of a program has the graphs of all of them. Give it to each: the model applies what the
+    plan says of it. Models have the names of their graphs; equal names are numbered in the order of the program:
+    `Model`, `Model#2`.
 
     Attributes:
         graphs: the plans of the graphs, in the order of their first calls. Several plans of one graph are of groups of
@@ -272,6 +295,21 @@ class MemoryPlan(OnPage, BaseModel):
     optimizer_state: StateLocation = "device"
     budget: int = Field(default=0, ge=0)
     called_graphs: CalledGraphs | None = None
+
+    @classmethod
+    def of_models(cls, plans: Mapping[str, MemoryPlan]) -> Self:
+        """One plan for several models, from the plan of each by its name.
+
+        What a plan states of the whole program, such as its budget, is that of the first one.
+        """
+        first = next(iter(plans.values()), cls(graphs=()))
+        graphs = (graph.model_copy(update={"model": name}) for name, plan in plans.items() for graph in plan.graphs)
+        return cls.model_validate({**dict(first), "graphs": tuple(graphs)})
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the models, if the plan is for several."""
+        return tuple(dict.fromkeys(graph.model for graph in self.graphs if graph.model))
 
     def write_json(self, file: str | Path) -> None:
         """Write the plan to a JSON file."""
@@ -317,9 +355,9 @@ class MemoryPlan(OnPage, BaseModel):
         paths = [activation.path for graph in self.graphs for activation in graph.activations]
         if missing := [pattern for pattern in patterns if not _matches(paths, pattern)]:
             raise ValueError(matches_nothing("with_treatments", missing, paths))
-        totals, calls_before = self._calls(), Counter[str]()
+        totals, calls_before = self._calls(), Counter[tuple[str, str]]()
         if totals and all(_is_beyond(calls, total) for total in totals.values()):
-            counts = ", ".join(f"{total} of {graph}" for graph, total in totals.items())
+            counts = ", ".join(f"{total} of {graph}" for (_, graph), total in totals.items())
             warn_at(
                 SourceLocation.of(user_frame()),
                 f"with_treatments: `calls` is {calls}, which selects no call; there are {counts}.",
@@ -327,9 +365,9 @@ class MemoryPlan(OnPage, BaseModel):
             )
         graphs: list[GraphPlan] = []
         for graph in self.graphs:
-            first, last = calls_before[graph.graph], calls_before[graph.graph] + graph.calls
-            start, stop, _ = calls.indices(totals[graph.graph])
-            calls_before[graph.graph] = last
+            first, last = calls_before[graph.key], calls_before[graph.key] + graph.calls
+            start, stop, _ = calls.indices(totals[graph.key])
+            calls_before[graph.key] = last
             bounds = sorted({first, last, *(bound for bound in (start, stop) if first < bound < last)})
             for begin, end in pairwise(bounds):
                 segment = graph.model_copy(update={"calls": end - begin})
@@ -344,10 +382,10 @@ class MemoryPlan(OnPage, BaseModel):
         state = "the state of the optimiser on the host" if self.optimizer_state == "host" else ""
         return ", ".join(text for text in (batches, state) if text)
 
-    def _calls(self) -> Counter[str]:
-        totals = Counter[str]()
+    def _calls(self) -> Counter[tuple[str, str]]:
+        totals = Counter[tuple[str, str]]()
         for graph in self.graphs:
-            totals[graph.graph] += graph.calls
+            totals[graph.key] += graph.calls
         return totals
 
     def page(self, host_bandwidth: float | None = None) -> Page:
@@ -364,19 +402,19 @@ class MemoryPlan(OnPage, BaseModel):
         if self.budget:
             calls = f", with called graphs {self.called_graphs}" if self.called_graphs else ""
             content.append(f"It was made for {bytes_text(self.budget)} of a device{calls}.")
-        totals, calls_before = self._calls(), Counter[str]()
+        totals, calls_before, model = self._calls(), Counter[tuple[str, str]](), ""
         for graph in self.graphs:
-            total, first = totals[graph.graph], calls_before[graph.graph] + 1
-            calls_before[graph.graph] += graph.calls
+            if graph.model != model:
+                model = graph.model
+                content.append(f"Model {model}: {_totals(each for each in self.graphs if each.model == model)}")
+            total, first = totals[graph.key], calls_before[graph.key] + 1
+            calls_before[graph.key] += graph.calls
             if graph.calls == total:
                 calls = "called once" if total == 1 else f"called {total} times"
             else:
-                numbers = f"call {first}" if graph.calls == 1 else f"calls {first} to {calls_before[graph.graph]}"
+                numbers = f"call {first}" if graph.calls == 1 else f"calls {first} to {calls_before[graph.key]}"
                 calls = f"{numbers} of {total}"
-            kept_bytes, recomputed, offloaded = (
-                bytes_text(graph.bytes(treatment)) for treatment in get_args(Treatment)
-            )
-            content.append(f"{graph.graph}, {calls}: {kept_bytes} kept, {recomputed} recomputed, {offloaded} offloaded")
+            content.append(f"{graph.graph}, {calls}: {_totals([graph])}")
             rows = []
             for a in graph.activations:
                 copies = [] if host_bandwidth is None else [seconds_text(2 * a.bytes / host_bandwidth)]
@@ -385,6 +423,14 @@ class MemoryPlan(OnPage, BaseModel):
         if not self.graphs:
             content.append("The gradients read no activations that could be recomputed.")
         return Page("Memory plan", content)
+
+
+def _totals(graphs: Iterable[GraphPlan]) -> str:
+    """Bytes of activations by treatment: "1 MB kept, 2 MB recomputed, 0 B offloaded"."""
+    totals = Counter[Treatment]()
+    for graph in graphs:
+        totals.update({treatment: graph.bytes(treatment) for treatment in get_args(Treatment)})
+    return "{} kept, {} recomputed, {} offloaded".format(*(bytes_text(totals[each]) for each in get_args(Treatment)))
 
 
 def _matches(paths: Sequence[str], pattern: str) -> list[str]:
@@ -404,8 +450,9 @@ def _is_beyond(calls: slice, total: int) -> bool:
 
 def _merged(groups: Iterable[GraphPlan]) -> Iterator[GraphPlan]:
     """Merge consecutive groups of calls with equal treatments."""
-    for (graph, activations), plans in groupby(groups, key=lambda plan: (plan.graph, plan.activations)):
-        yield GraphPlan(graph=graph, calls=sum(plan.calls for plan in plans), activations=activations)
+    for _, plans in groupby(groups, key=lambda plan: (plan.key, plan.activations)):
+        first, *others = plans
+        yield first.model_copy(update={"calls": first.calls + sum(plan.calls for plan in others)})
 
 
 def matches_nothing(caller: str, missing: Sequence[str], paths: Sequence[str]) -> str:

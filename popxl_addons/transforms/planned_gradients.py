@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import get_args
+from weakref import WeakKeyDictionary
 
 import popxl
 from popxl.extend.graphs import op_work, own_flops, through_calls
@@ -46,6 +47,10 @@ class PlannedGradients:
     Args:
         memory: a plan, which names each planned graph; or a policy for all of them.
         micro_batches, optimizer_state: what the program does besides, which its plan states.
+
+    Attributes:
+        name: name of the model, unique among those of the program that `memory` was given to.
+        gradient_graph: gradient graph of the model, once it is made.
     """
 
     def __init__(
@@ -72,6 +77,8 @@ class PlannedGradients:
         if self.covers_model:
             self.calls[model] = 1
         self.names = _names(self.calls)
+        self.name = _model_name(model, memory)
+        self.gradient_graph: popxl.Graph | None = None
         self._tail = _tail_of(model)
         # By planned graph: its plan in `memory`, the plan as applied, and its gradient before that.
         self._requested_plans: dict[popxl.Graph, GraphPlan] = {}
@@ -102,10 +109,11 @@ class PlannedGradients:
     def plan(self) -> MemoryPlan:
         """The plan that was applied."""
         applied = (self._applied_plans.get(graph) for graph in self.names)
-        constraints = (
-            (self.memory.budget, self.memory.called_graphs) if isinstance(self.memory, MemoryPlan) else (0, None)
-        )
-        return self._plan_of((plan for plan in applied if plan is not None), *constraints)
+        made = (plan for plan in applied if plan is not None)
+        if not isinstance(self.memory, MemoryPlan):
+            return self._plan_of(made, 0, None)
+        plan = self._plan_of(made, self.memory.budget, self.memory.called_graphs)
+        return MemoryPlan.of_models({self.name: plan}) if self.memory.models else plan
 
     @property
     def needs(self) -> tuple[GraphNeeds, ...]:
@@ -143,6 +151,12 @@ class PlannedGradients:
 
     def __call__(self, info: GradGraphInfo) -> GradGraphInfo:
         """Gradient of a called graph, with the treatments of its plan."""
+        planned = self._planned(info)
+        if info.forward_graph is self.model:
+            self.gradient_graph = planned.graph
+        return planned
+
+    def _planned(self, info: GradGraphInfo) -> GradGraphInfo:
         graph = info.forward_graph
         activations = candidates(info)
         share_out_before_calls(info.graph)
@@ -198,6 +212,12 @@ class PlannedGradients:
     def _treatments(self, graph: popxl.Graph, activations: list[Activation]) -> dict[str, Treatment]:
         if not isinstance(self.memory, MemoryPlan):
             return {a.path: "keep" if self._is_kept(self.memory, a) else "recompute" for a in activations}
+        if activations and self.memory.models and self.name not in self.memory.models:
+            raise ValueError(
+                f"memory: the plan is of the models {[*self.memory.models]}, and {self.name!r} is none of them. Give a "
+                "plan to the same models as those that it was made for, in the same order if their names are equal; or "
+                "plan this program anew."
+            )
         planned = self._requested_plans.get(graph)
         if planned is None:  # no gradient flowed through the graph where the plan was made
             return {a.path: "keep" for a in activations}
@@ -213,7 +233,8 @@ class PlannedGradients:
         """Create one graph for each group of calls in the plan."""
         stated: dict[str, list[GraphPlan]] = {}
         for graph_plan in plan.graphs:
-            stated.setdefault(graph_plan.graph, []).append(graph_plan)
+            if graph_plan.model in ("", self.name):
+                stated.setdefault(graph_plan.graph, []).append(graph_plan)
         if not stated.keys() <= {*self.names.values()}:
             raise ValueError(
                 f"memory: the plan is of the graphs {[*stated]}, and {self.model.title} calls "
@@ -231,6 +252,24 @@ class PlannedGradients:
             names.update(dict.fromkeys(graphs, name))
             self._requested_plans.update(zip(graphs, groups, strict=False))
         self.names = names
+
+
+_named: WeakKeyDictionary[popxl.Ir, list[tuple[MemoryPlan | MemoryPolicy, str]]] = WeakKeyDictionary()
+"""Plans and policies that were given to models of a program, with the plain names of these."""
+
+
+def _model_name(model: popxl.Graph, memory: MemoryPlan | MemoryPolicy) -> str:
+    """Name of a model; a number follows that of each but the first with an equal name and the same plan."""
+    plain, named = _plain_name(model), _named.setdefault(model.ir, [])
+    is_plan = isinstance(memory, MemoryPlan)
+    number = 1 + sum(name == plain and (m is memory or (is_plan and m == memory)) for m, name in named)
+    named.append((memory, plain))
+    return plain if number == 1 else f"{plain}#{number}"
+
+
+def _plain_name(graph: popxl.Graph) -> str:
+    """Name of a graph as its program states it."""
+    return graph.name.partition("_subgraph")[0]
 
 
 def _compile_for(plan: MemoryPlan, ir: popxl.Ir) -> None:
@@ -255,7 +294,7 @@ def _names(graphs: Iterable[popxl.Graph]) -> dict[popxl.Graph, str]:
     """Name of each graph, independent of other graphs in the program."""
     names: dict[popxl.Graph, str] = {}
     for graph in graphs:
-        plain = graph.name.partition("_subgraph")[0]
+        plain = _plain_name(graph)
         number = sum(name.partition("#")[0] == plain for name in names.values())
         names[graph] = f"{plain}#{number + 1}" if number else plain
     return names

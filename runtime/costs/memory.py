@@ -24,7 +24,7 @@ from runtime.program.layout import Layout
 def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
     """Memory required by a compiled program. See `Session.memory`."""
     layout = program.layout
-    memories = {ipu: _of_ipu(ir, program, ipu) for ipu in layout.own_ipus}
+    memories = memory_of_ipus(ir, program)
     ipus = {device: ipu for ipu in memories for device in layout.compile_options[ipu].replicas.devices}
     devices = tuple(
         memories[ipus[device]].model_copy(update={"name": str(device)}) for device in layout.devices if device in ipus
@@ -45,6 +45,11 @@ def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
         moments=moments,
         tensors=tensors,
     )
+
+
+def memory_of_ipus(ir: Ir, program: CompiledProgram) -> dict[int, DeviceMemory]:
+    """Memory of the IPUs that are separate devices of this process; of 0, which represents all, if they are not."""
+    return {ipu: _of_ipu(ir, program, ipu) for ipu in program.layout.own_ipus}
 
 
 def least_memory_of(layout: Layout) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from popxl.analysis.memory import Memory
@@ -11,10 +13,11 @@ from popxl.core.recording import Op
 from popxl.graph import Graph
 from popxl.ir import Ir
 from runtime.costs.cost import Cost
-from runtime.costs.memory import memory_of_program
+from runtime.costs.memory import memory_of_ipus, memory_of_program
 from runtime.costs.program_cost import cost_of
+from runtime.memory_plans.models import PlannedModels
 from runtime.memory_plans.needs import GraphNeeds
-from runtime.memory_plans.solver import Release
+from runtime.memory_plans.solver import Release, keep_all
 from runtime.program.compiled import CompiledProgram
 from runtime.targets.chip import Chip
 
@@ -55,12 +58,12 @@ class Compiled(NamedTuple):
         release: time when the memory of an activation is freed.
         divisions: divisions that the program leaves open, from few micro-batches to many; those with its state on the
             host last.
-        applied: object that applied the plan: its `needs` are the graphs, its `plan` is the applied plan, and
-            `plan_with(treatments)` another plan for the same program.
+        applied: the models that applied the plan.
         updates_early: whether variables are updated as soon as their gradients are known, and kernels hold little
             beside activations: on GPUs and TPUs, except between noinline calls.
         fuses_factors: whether products compute their factors from operands in memory: on TPUs.
         chosen_mode: mode of called graphs, if it was chosen as the fastest one.
+        bytes_of_ipus: memory of each IPU, if several IPUs are separate devices.
     """
 
     ir: Ir
@@ -70,10 +73,11 @@ class Compiled(NamedTuple):
     offloadable: frozenset[str]
     release: Release
     divisions: tuple[Division, ...]
-    applied: Any
+    applied: PlannedModels
     updates_early: bool = False
     fuses_factors: bool = False
     chosen_mode: str | None = None
+    bytes_of_ipus: Mapping[int, int] = MappingProxyType({})
 
     @property
     def needs(self) -> Sequence[GraphNeeds]:
@@ -81,7 +85,29 @@ class Compiled(NamedTuple):
         needs: Sequence[GraphNeeds] = self.applied.needs
         if self.updates_early:
             needs = [g.with_early_updates() for g in needs]
-        return [g.with_fused_factors() for g in needs] if self.fuses_factors else needs
+        needs = [g.with_fused_factors() for g in needs] if self.fuses_factors else needs
+        return self._on_devices(needs) if len(self.bytes_of_ipus) > 1 else needs
+
+    def _on_devices(self, needs: Sequence[GraphNeeds]) -> list[GraphNeeds]:
+        """Needs of models on separate devices, if this program keeps everything: models on other devices do not count,
+        and a limit for the fullest device leaves others more, or less, by their other memory."""
+        ipus = {g.model: g.ipus for g in needs}
+        graphs = []
+        for g in needs:
+            live = {model: calls for model, calls in g.live_models.items() if ipus[model] & g.ipus}
+            ended = frozenset(model for model in g.ended_models if model in live or ipus.get(model, g.ipus) & g.ipus)
+            graphs.append(replace(g, live_models=live, ended_models=ended))
+        planned = {
+            ipu: keep_all([g for g in graphs if not g.ipus or ipu in g.ipus], self.release).bytes
+            for ipu in self.bytes_of_ipus
+        }
+        fullest = max(self.bytes_of_ipus, key=lambda ipu: self.bytes_of_ipus[ipu])
+        weight = self.weight(planned[fullest])
+        fixed = {ipu: size / weight - planned[ipu] for ipu, size in self.bytes_of_ipus.items()}
+        return [
+            replace(g, device_bytes=max(fixed[ipu] - fixed[fullest] for ipu in g.ipus & fixed.keys() or [fullest]))
+            for g in graphs
+        ]
 
     def weight(self, planned: int) -> float:
         """Bytes of the peak for a planned byte, by estimate: kernels may hold further values beside activations."""
@@ -97,36 +123,14 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
         requested: request under which it was built.
 
     Raises:
-        ValueError: if the program applies no memory plan, the requested one to several models, or another one.
+        ValueError: if the program applies no memory plan, another one, or the requested one to fewer models.
     """
-    asked = requested.request.memory
-    applied = [each for each in requested.applied if each.memory == asked] or requested.applied
-    if len(applied) > 1:
-        raise ValueError(
-            f"plan_memory: the program applies {len(applied)} memory plans; expected one, as a budget is planned for "
-            "one model at a time. Give the argument of `build` to one `memory`, such as that of the pipeline's stage "
-            "that needs most. Leave the others out, or give them a policy other than 'everything', or the plan that "
-            "was found for them."
-        )
-    if not applied:
-        raise ValueError(
-            "plan_memory: the program applies 0 memory plans; expected one. Give `memory` to the one "
-            "`train_step` or `autodiff` of the program. A `poptorch.trainingModel` applies one where it is compiled, "
-            "unless its model has checkpoints, or its options recompute (`autoRecomputation`, a pipeline). Nothing "
-            "runs, so a program has to train before it runs anything else."
-        )
-    stated = applied[0].memory
-    if asked != stated and str in (type(asked), type(stated)):
-        raise ValueError(
-            f"plan_memory: the program applies {_described(stated)} where {_described(asked)} is asked for. Give the "
-            "argument of `build` to `memory`, instead of a policy or plan of its own. `popxl plan` plans a "
-            "`train_step`; with `autodiff(memory=…)`, call `addons.plan_memory`."
-        )
-    release = "read" if applied[0].covers_model else RELEASES.get(program.layout.mode, "call")
-    offloadable = frozenset(_offloadable(program, applied[0].names))
+    planned = _planned_models(ir, requested)
+    release = "read" if planned.are_whole else RELEASES.get(program.layout.mode, "call")
+    offloadable = frozenset(_offloadable(program, planned.graphs))
     memory, cost = memory_of_program(ir, program), cost_of(program)
     platform = program.layout.compile_target.platform
-    is_chosen = platform != "cpu" and ir.options.calledGraphs == "auto" and not applied[0].covers_model
+    is_chosen = platform != "cpu" and ir.options.calledGraphs == "auto" and not planned.are_whole
     return Compiled(
         ir,
         memory,
@@ -135,11 +139,50 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
         offloadable,
         release,
         tuple(_divisions(program, requested)),
-        applied[0],
+        planned,
         updates_early=platform != "cpu" and release != "call",
         fuses_factors=platform == "tpu",
         chosen_mode=program.layout.mode if is_chosen and program.layout.mode in RELEASES else None,
+        bytes_of_ipus={ipu: each.device for ipu, each in memory_of_ipus(ir, program).items()},
     )
+
+
+def _planned_models(ir: Ir, requested: RequestedMemory) -> PlannedModels:
+    """Models of a program that the requested plan was applied to."""
+    asked = requested.request.memory
+    in_program = [each for each in requested.applied if each.model.ir is ir]
+    applied = (
+        [each for each in in_program if each.memory is asked]
+        or [each for each in in_program if each.memory == asked]
+        or in_program
+    )
+    if not applied:
+        raise ValueError(
+            "plan_memory: the program applies 0 memory plans; expected one. Give `memory` to each "
+            "`train_step` or `autodiff` of the program. A `poptorch.trainingModel` applies one where it is compiled, "
+            "unless its model has checkpoints, or its options recompute (`autoRecomputation`, a pipeline). Nothing "
+            "runs, so a program has to train before it runs anything else."
+        )
+    stated = applied[0].memory
+    if asked != stated and (isinstance(asked, str) or isinstance(stated, str)):
+        raise ValueError(
+            f"plan_memory: the program applies {_described(stated)} where {_described(asked)} is asked for. Give the "
+            "argument of `build` to `memory`, instead of a policy or plan of its own."
+        )
+    if not requested.overrides and 0 < requested.open_steps < len(applied):
+        raise ValueError(
+            f"plan_memory: the program gives the argument of `build` to {len(applied) - requested.open_steps} of "
+            f"{len(applied)} models; expected `memory` for each. Give it to the other `train_step`, too, to plan them "
+            "together; or state memory='everything' there, to keep its activations."
+        )
+    names = {each.name for each in applied}
+    planned = () if isinstance(asked, str) else dict.fromkeys(graph.model for graph in asked.graphs if graph.model)
+    if missing := [name for name in planned if name not in names]:
+        raise ValueError(
+            f"plan_memory: the program gives the plan to the models {sorted(names)}, and it was made for {missing}, "
+            "too, which got the policy 'everything'. Give the argument of `build` to the same models each time."
+        )
+    return PlannedModels(applied, requested)
 
 
 def _described(memory: Any) -> str:
@@ -157,14 +200,14 @@ def _divisions(program: CompiledProgram, requested: RequestedMemory) -> Iterator
                 yield Division(count, state)
 
 
-def _offloadable(program: CompiledProgram, names: Mapping[Graph, str]) -> Iterator[str]:
+def _offloadable(program: CompiledProgram, graphs: Iterable[tuple[str, Graph]]) -> Iterator[str]:
     """Names of planned graphs that only loops call, on devices where loops offload."""
     layout = program.layout
     rerolling = layout.rerolling
     if rerolling is None or layout.mode != "rolled" or layout.compile_target.platform != "tpu":
         return
     in_loops = {op for loop in rerolling.loops for op in loop.all_ops}
-    for graph, name in names.items():
+    for name, graph in graphs:
         if all(call in in_loops or "repeat_count" in _caller(call) for call in graph.call_sites):
             yield name
 
@@ -179,7 +222,13 @@ def planned_program(programs: Sequence[tuple[Ir, CompiledProgram]], requested: R
     """Compiled program that a memory plan was applied to, among those of a user's file; the first one without any.
 
     Raises:
-        ValueError: as for `compiled_program`.
+        ValueError: as for `compiled_program`; if the models are in several programs.
     """
-    planned = (each for each in programs if any(each[0] is by.model.ir for by in requested.applied))
-    return compiled_program(*next(planned, programs[0]), requested)
+    irs = {applied.model.ir for applied in requested.applied}
+    planned = {ir: program for ir, program in programs if ir in irs}
+    if len(planned) > 1:
+        raise ValueError(
+            f"plan_memory: {len(planned)} programs of the file apply a memory plan; expected one, as a budget is that "
+            "of one program. Train the models in one program, or plan each in a file of its own."
+        )
+    return compiled_program(*next(iter(planned.items()), programs[0]), requested)

@@ -32,17 +32,17 @@ class StepMemory:
 
     Args:
         ir, memory: the program, as compiled.
-        model: graph whose activations are planned.
-        graphs: needs of the graphs that it calls.
+        models: graphs whose activations are planned.
+        graphs: needs of the graphs that they call.
     """
 
-    def __init__(self, ir: Ir, memory: Memory, model: Graph, graphs: Sequence[GraphNeeds]) -> None:
+    def __init__(self, ir: Ir, memory: Memory, models: Sequence[Graph], graphs: Sequence[GraphNeeds]) -> None:
         self._memory = memory
-        self._read_variables = _variables_of(model, ir.main_graph.variables)
+        self._read_variables = _variables_of(models, ir.main_graph.variables)
         trained = sum(v.on_replica.nelms for v in self._read_variables if v.dtype.is_floating_point)
         self.accumulators = _ACCUMULATOR * trained
         """Bytes of accumulators; a step in one piece has none."""
-        self._is_accumulated = len(model.call_sites) > 1
+        self._is_accumulated = any(len(model.call_sites) > 1 for model in models)
         self.gradients = min(sum(g.gradients * g.calls for g in graphs), memory.temporaries)
         """Bytes of the gradients of variables, at the end of a backward pass."""
         others = (v for v in ir.main_graph.variables if v not in self._read_variables and not is_on_host(v))
@@ -83,7 +83,7 @@ class DivisionEstimate:
         self._graphs: Sequence[GraphNeeds] = compiled.needs
         self._planned = keep_all(self._graphs, compiled.release).bytes
         self._weight = compiled.weight(self._planned)
-        self._step = StepMemory(compiled.ir, compiled.memory, compiled.applied.model, self._graphs)
+        self._step = StepMemory(compiled.ir, compiled.memory, compiled.applied.models, self._graphs)
 
     def cheapest(self, candidates: Iterable[Division]) -> Division | None:
         """Division within the budget that takes least time, with its state on the device if possible."""
@@ -150,11 +150,11 @@ def _scaled(g: GraphNeeds, share: float) -> GraphNeeds:
     )
 
 
-def _variables_of(graph: Graph, variables: Iterable[Variable]) -> set[Variable]:
-    """Variables that calls of a graph read, possibly cast or gathered before."""
+def _variables_of(graphs: Iterable[Graph], variables: Iterable[Variable]) -> set[Variable]:
+    """Variables that calls of graphs read, possibly cast or gathered before."""
     owners = {v.piece: v for v in variables if v.piece is not None}
     reached: dict[Tensor, None] = {}
-    waiting: list[Tensor] = [t for call in graph.call_sites for t in call.inputs]
+    waiting: list[Tensor] = [t for graph in graphs for call in graph.call_sites for t in call.inputs]
     while waiting:
         t = waiting.pop()
         if t not in reached:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -109,6 +109,12 @@ class GraphNeeds:
         as_read: whether activations are recomputed right before they are read; else when the backward call begins.
         waiting_gradients: `gradients` where variables are updated as soon as possible: gradients of updates that wait
             for others, as for a norm of all.
+        model: name of the model that calls the graph, if several are planned together.
+        live_models: other models with activations on the same device while this model is differentiated, each with the
+            number of its calls that wait for their gradients.
+        ended_models: other models with gradients on the same device meanwhile.
+        ipus: IPUs that call the model.
+        device_bytes: bytes that its device has in use besides, more than the fullest device.
     """
 
     name: str
@@ -123,6 +129,11 @@ class GraphNeeds:
     held: int = 1
     as_read: bool = False
     waiting_gradients: int = 0
+    model: str = ""
+    live_models: Mapping[str, int] = field(default_factory=dict)
+    ended_models: frozenset[str] = frozenset()
+    ipus: frozenset[int] = frozenset()
+    device_bytes: float = 0.0
 
     def with_fused_factors(self) -> GraphNeeds:
         """The same graph on devices whose products compute their factors from operands in memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from popxl.analysis.memory import Memory, steps_of
 from popxl.base.pages import bytes_text
@@ -23,16 +24,26 @@ def refusal(tried: Sequence[Compiled], graphs: Sequence[GraphNeeds], budget: int
     """
     least = min(tried, key=lambda each: each.memory.device)
     memory, besides = least.memory, least.applied.plan.besides
-    step = StepMemory(least.ir, memory, least.applied.model, graphs)
+    step = StepMemory(least.ir, memory, least.applied.models, graphs)
     parts = ("variables", "buffers", "arguments", "outputs", "constants", "code", "temporaries")
+    ipus = least.bytes_of_ipus
+    where = f", on IPU {max(ipus, key=lambda ipu: ipus[ipu])}" if len(ipus) > 1 else ""
     held = sorted(((getattr(memory, part) or 0, part) for part in parts), reverse=True)
     by_part = ", ".join(f"{part} {bytes_text(size)}" for size, part in held if size)
+    values = f"{_by_model(least.applied.plan)}{_largest_values(least.ir)}"
     micro_batches = "" if len(tried[0].divisions) > 1 else f"{_by_micro_batches(step, budget)} "
     return (
         f"memory: no plan was found within {bytes_text(budget)} of a device; the least that was compiled"
-        f"{f', with {besides},' if besides else ''} needs {bytes_text(memory.device)}: {by_part}. "
-        f"{_largest_values(least.ir)} State a budget of that or more. {micro_batches}{_by_state(step, memory, budget)}"
+        f"{f', with {besides},' if besides else ''} needs {bytes_text(memory.device)}: {by_part}{where}. "
+        f"{values} State a budget of that or more. {micro_batches}{_by_state(step, memory, budget)}"
     )
+
+
+def _by_model(plan: Any) -> str:
+    """Activations that each of several models keeps."""
+    sizes = {model: sum(graph.bytes("keep") for graph in plan.graphs if graph.model == model) for model in plan.models}
+    kept = " and ".join(f"{model} keeps {bytes_text(size)}" for model, size in sizes.items())
+    return f"Of its activations, {kept}. " if kept else ""
 
 
 def _by_micro_batches(step: StepMemory, budget: int) -> str:

@@ -115,6 +115,7 @@ class _Columns:
 
     Attributes:
         on_device, offloaded: for each activation, whether calls save it on the device or on the host.
+        release: time when the memory of an activation is freed.
         fused: for each op that XLA fuses into the kernels of the gradient that read its first result, whether it does:
             forward and backward calls are compiled together, and the gradient's kernels have the operands.
         recomputed: for each op, whether backward calls recompute it.
@@ -123,6 +124,7 @@ class _Columns:
 
     graph: GraphNeeds
     calls: int
+    release: Release
     on_device: dict[str, int] = field(default_factory=dict)
     offloaded: dict[str, int] = field(default_factory=dict)
     fused: dict[int, int] = field(default_factory=dict)
@@ -142,6 +144,10 @@ class _Columns:
     def saved(self, calls: int) -> _Row:
         """Bytes of activations kept by some of the calls."""
         return {self.on_device[path]: calls * float(size) for path, size in self.graph.bytes.items()}
+
+    def saved_by_all(self, micro_batches: int) -> _Row:
+        """Bytes of activations kept by all calls of some micro-batches."""
+        return self.saved(micro_batches * self.calls)
 
     def fused_into_readers(self, path: str) -> int | None:
         """The variable of the op that computes an activation within the gradient's kernels."""
@@ -205,7 +211,7 @@ class _IntegerProgram:
         objective = [1e3 * seconds / total for seconds in self._seconds]
         most_megabytes = float("inf") if limit is None else limit / 1e6
         if limit is None:  # among those with the same peak, one that keeps little
-            saved, _ = self._moments[0]
+            saved = _merged(each.saved_by_all(each.graph.held) for each in self._all_groups)
             objective = [_REST * saved.get(column, 0.0) / 1e6 for column in range(count)]
         result = milp(
             [*objective, 1.0 if limit is None else 0.0],
@@ -250,8 +256,8 @@ class _IntegerProgram:
         Loops write all activations that they keep, also those that forward kernels could recompute from operands, and
         write results of attention kernels a second time.
         """
-        group = _Columns(g, calls)
-        writing = [op for op in g.ops if op.is_fused or op.is_kernel] if self._release == "loop" else []
+        group = _Columns(g, calls, "read" if g.as_read else self._release)
+        writing = [op for op in g.ops if op.is_fused or op.is_kernel] if group.release == "loop" else []
         stored = {op.results[0] for op in writing}
         for path, size in g.bytes.items():
             group.on_device[path] = self._column(calls * size / memory_bandwidth(chip) if path in stored else 0.0)
@@ -259,7 +265,7 @@ class _IntegerProgram:
                 group.offloaded[path] = self._column(calls * 2 * size / host_bandwidth(chip))
         for number, op in enumerate(g.ops):
             group.recomputed[number] = self._column(calls * op.seconds(chip))
-            if op.is_fused and self._release == "read":
+            if op.is_fused and group.release == "read":
                 group.fused[number] = self._column()
         for window, *_ in group.windows:
             for number in range(len(g.ops)):
@@ -341,29 +347,43 @@ class _IntegerProgram:
                     wanted.update(op.operands)
 
     def _moments_of_step(self) -> Iterator[tuple[_Row, float]]:
-        """Live activations at each potential peak, and the constant bytes there.
+        """Live activations at each potential peak, and the constant bytes there, of each model.
+
+        With them are the activations of its other micro-batches, and those of other models that wait meanwhile.
+        """
+        by_model: dict[str, list[_Columns]] = {}
+        for group in self._all_groups:
+            by_model.setdefault(group.graph.model, []).append(group)
+        for model in by_model.values():
+            g = model[0].graph
+            waiting = [each for each in self._all_groups if each.graph.model in g.live_models]
+            waiting_row = _merged(each.saved_by_all(g.live_models[each.graph.model]) for each in waiting)
+            own_row = _merged(each.saved_by_all(each.graph.held - 1) for each in model if each.graph.held > 1)
+            ended = [each for each in self._all_groups if each.graph.model in g.ended_models]
+            fixed = g.device_bytes + sum(each.graph.gradients * each.calls for each in ended)
+            for row, own_fixed in self._moments_of_model(model):
+                yield _total(row, own_row | waiting_row), own_fixed + fixed
+
+    def _moments_of_model(self, model: Sequence[_Columns]) -> Iterator[tuple[_Row, float]]:
+        """Live activations of a model's call at each potential peak, and the constant bytes there.
 
         While a group is differentiated, the activations of its other calls and of earlier groups are in memory, and the
         gradients of later ones; of graphs that are called later, their gradients; of other graphs, all activations.
-        With those are all activations of other micro-batches.
         """
-        other_micro_batches = _merged(
-            {column: (each.graph.held - 1) * size for column, size in each.saved(each.calls).items()}
-            for each in self._all_groups
-            if each.graph.held > 1
-        )
-        yield _total(_merged(each.saved(each.calls) for each in self._all_groups), other_micro_batches), 0.0
-        is_loop = self._release == "loop"
-        for groups in self._groups.values():
-            g = groups[0].graph
-            ended = [each for each in self._all_groups if each.graph.span[0] > g.span[1]]
-            others = [each for each in self._all_groups if each not in ended and each not in groups]
+        yield _merged(each.saved(each.calls) for each in model), 0.0
+        by_graph: dict[str, list[_Columns]] = {}
+        for group in model:
+            by_graph.setdefault(group.graph.name, []).append(group)
+        for groups in by_graph.values():
+            g, is_loop = groups[0].graph, groups[0].release == "loop"
+            ended = [each for each in model if each.graph.span[0] > g.span[1]]
+            others = [each for each in model if each not in ended and each not in groups]
             gradients = sum(each.graph.gradients * each.calls for each in ended)
             for number, group in enumerate(groups):
                 saved = [each.saved(each.calls) for each in (*others, *groups[:number])]
                 later = sum(each.calls for each in groups[number + 1 :])
                 for calls_left in {group.calls} if is_loop else {group.calls - 1, 0}:
-                    live = _total(_merged([*saved, group.saved(calls_left)]), other_micro_batches)
+                    live = _merged([*saved, group.saved(calls_left)])
                     calls_done = later + (group.calls if is_loop else group.calls - 1 - calls_left)
                     for call_row, gradient_bytes in self._rows_within_call(group):
                         yield _total(live, call_row), gradient_bytes + gradients + g.gradients * calls_done
@@ -398,7 +418,7 @@ class _IntegerProgram:
         A noinline call recomputes everything at its beginning, because XLA for CPUs schedules independent operations
         first: all values that the gradient reads are live, intermediate values are not.
         """
-        g, is_noinline = group.graph, self._release == "call"
+        g, is_noinline = group.graph, group.release == "call"
         row = {
             group.recomputed[number]: float(
                 sum(g.bytes[path] for path in op.results if path in (g.read if is_noinline else paths))
@@ -407,7 +427,7 @@ class _IntegerProgram:
             if not op.is_fused or is_noinline
         }
         row |= {group.offloaded[path]: float(g.bytes[path]) for path in paths if path in group.offloaded}
-        if self._release != "loop":
+        if group.release != "loop":
             row |= {group.on_device[path]: float(g.bytes[path]) for path in (g.bytes if is_noinline else paths)}
         return row
 

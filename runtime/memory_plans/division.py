@@ -43,7 +43,7 @@ class StepMemory:
         self.accumulators = _ACCUMULATOR * trained
         """Bytes of accumulators; a step in one piece has none."""
         self._is_accumulated = any(len(model.call_sites) > 1 for model in models)
-        self.gradients = min(sum(g.gradients * g.calls for g in graphs), memory.temporaries)
+        self.gradients = min(most_gradients(graphs), memory.temporaries)
         """Bytes of the gradients of variables, at the end of a backward pass."""
         others = (v for v in ir.main_graph.variables if v not in self._read_variables and not is_on_host(v))
         self.other_bytes = sum(size_in_bytes(v.on_replica) for v in others)
@@ -148,6 +148,13 @@ def _scaled(g: GraphNeeds, share: float) -> GraphNeeds:
         ops=tuple(op(each) for each in g.ops),
         ends=(),
     )
+
+
+def most_gradients(graphs: Sequence[GraphNeeds]) -> int:
+    """Most bytes of gradients of variables after the backward pass of a model, with those of others meanwhile."""
+    together = {g.model: {g.model, *g.ended_models} for g in graphs}
+    totals = (sum(g.gradients * g.calls for g in graphs if g.model in models) for models in together.values())
+    return max(totals, default=0)
 
 
 def _variables_of(graphs: Iterable[Graph], variables: Iterable[Variable]) -> set[Variable]:

@@ -17,6 +17,7 @@ from popxl import ops
 from popxl.__main__ import main
 from popxl.extend.memory import GraphNeeds, OpNeeds, compiled_program, requesting_memory
 from popxl_addons import optimizers
+from runtime.memory_plans.division import most_gradients
 from runtime.memory_plans.solver import keep_all, solve
 
 SHAPE = (4, 32, 16)
@@ -202,6 +203,8 @@ def test_models_count_while_they_wait_for_their_gradients() -> None:
     assert all(not g.live_models and not g.ended_models for g in stages.values())  # each device has one of them
     assert [(g.held, *g.ipus) for g in stages.values()] == [(2, 0), (1, 1)]
     assert stages["Layers/Layer"].device_bytes == 0.0
+    for models, combine in ((steps, max), (both, sum)):
+        assert most_gradients([*models.values()]) == combine(g.gradients * g.calls for g in models.values())
 
 
 def graph(name: str, size: int, **how: Any) -> GraphNeeds:

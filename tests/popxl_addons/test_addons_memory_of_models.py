@@ -308,6 +308,13 @@ def test_the_command_plans_all_models(name: str, memory: str | None, tmp_path: P
     assert popxl.Session(ir, "ipu_hw").memory().device <= 700e3
 
 
+def test_the_command_plans_one_program(tmp_path: Path, capsys: Any) -> None:
+    one = textwrap.dedent(PROGRAM).format(name="two_steps", memory="None").replace(".run({})", "")
+    (tmp_path / "train.py").write_text(one + one)
+    assert main(["plan", str(tmp_path / "train.py"), "--budget", "700 kB"]) == 1
+    assert "2 programs of the file apply a memory plan; expected one" in capsys.readouterr().err
+
+
 @pytest.mark.targets
 def test_one_budget_on_a_gpu() -> None:
     def program(memory: Any) -> popxl.Ir:

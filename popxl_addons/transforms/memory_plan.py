@@ -300,8 +300,16 @@ class MemoryPlan(OnPage, BaseModel):
     def of_models(cls, plans: Mapping[str, MemoryPlan]) -> Self:
         """One plan for several models, from the plan of each by its name.
 
-        What a plan states of the whole program, such as its budget, is that of the first one.
+        What a plan states of the whole program, such as its budget, is that of the first one. `TypeError` for values
+        that are no plans, `ValueError` for the plan of another model, or of several.
         """
+        for name, plan in plans.items():
+            check_type(plan, MemoryPlan, f"of_models: the plan of {name!r}", "a MemoryPlan")
+            if plan.models not in ((), (name,)):
+                raise ValueError(
+                    f"of_models: the plan of {name!r} is of the models {[*plan.models]}; expected that of one model, "
+                    "such as `plan.for_model(...)`."
+                )
         first = next(iter(plans.values()), cls(graphs=()))
         graphs = (graph.model_copy(update={"model": name}) for name, plan in plans.items() for graph in plan.graphs)
         return cls.model_validate({**dict(first), "graphs": tuple(graphs)})
@@ -310,6 +318,23 @@ class MemoryPlan(OnPage, BaseModel):
     def models(self) -> tuple[str, ...]:
         """Names of the models, if the plan is for several."""
         return tuple(dict.fromkeys(graph.model for graph in self.graphs if graph.model))
+
+    def for_model(self, name: str) -> Self:
+        """Plan of one of the `models`, to edit it, and to apply it alone. `ValueError` for another name.
+
+        Example:
+            >>> graph = GraphPlan(graph="block", activations=(PlannedActivation(path="scores", treatment="keep"),))
+            >>> plan = MemoryPlan.of_models(dict.fromkeys(["Teacher", "Model"], MemoryPlan(graphs=(graph,))))
+            >>> own = {name: plan.for_model(name) for name in plan.models}
+            >>> own["Model"] = own["Model"].with_treatments("recompute", "scores")
+            >>> [(each.model, each.paths("keep")) for each in MemoryPlan.of_models(own).graphs]
+            [('Teacher', ('scores',)), ('Model', ())]
+        """
+        if name not in self.models:
+            models = f"the models {[*self.models]}" if self.models else "one model, without a name"
+            raise ValueError(f"for_model: there is no model {name!r}; the plan is of {models}.")
+        graphs = (graph.model_copy(update={"model": ""}) for graph in self.graphs if graph.model == name)
+        return self.model_copy(update={"graphs": tuple(graphs)})
 
     def write_json(self, file: str | Path) -> None:
         """Write the plan to a JSON file."""

@@ -229,7 +229,18 @@ def test_the_solver_adds_up_models_that_are_in_memory_at_a_time() -> None:
 
 def test_a_plan_of_models_is_data() -> None:
     most = addons.plan_memory(lambda memory: two_steps(memory).ir, "1 GB").plan
-    everything = addons.MemoryPlan(graphs=tuple(graph.model_copy(update={"model": ""}) for graph in most.graphs[:1]))
+    everything = most.for_model("Loss")
+    assert addons.MemoryPlan.of_models({name: most.for_model(name) for name in most.models}) == most
+    with pytest.raises(
+        ValueError, match=r"of_models: the plan of 'Loss' is of the models \['Loss', 'Loss#2'\]; expected"
+    ):
+        addons.MemoryPlan.of_models({"Loss": most})
+    with pytest.raises(TypeError, match=r"of_models: the plan of 'Loss' must be a MemoryPlan; got 'nothing'"):
+        addons.MemoryPlan.of_models({"Loss": "nothing"})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"no model 'Loss#3'; the plan is of the models \['Loss', 'Loss#2'\]"):
+        most.for_model("Loss#3")
+    with pytest.raises(ValueError, match=r"no model 'Loss'; the plan is of one model, without a name"):
+        everything.for_model("Loss")
     assert '"model": "Loss#2"' in most.model_dump_json(indent=2) and '"model"' not in everything.model_dump_json()
     assert most.models == ("Loss", "Loss#2") and [each.calls for each in most.graphs] == [4, 3]
     plan = most.with_treatments("recompute", "gelu*", calls=slice(2))
@@ -239,7 +250,6 @@ def test_a_plan_of_models_is_data() -> None:
         ("Loss#2", 2),
         ("Loss#2", 1),
     ]
-    assert addons.MemoryPlan.of_models({"Loss": plan}).models == ("Loss",)
     applied = two_steps(plan)
     assert sum("gelu" in str(g).lower() for g in applied.ir.graphs) > 4  # forward graphs, and backward ones
     with pytest.raises(ValueError, match=r"the plan is of the models \['Layers', 'Loss'\], and 'Loss#2' is none of"):

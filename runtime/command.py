@@ -48,9 +48,9 @@ Print the graphs of a program, and the memory that they need, without a run. The
 """
 
 _PLAN = """\
-Plan which activations a training step saves, recomputes or offloads, within a memory budget per device. The plan is for
-the `train_step` of the program that leaves `memory` out, or states a budget there; it is compiled for a machine that
-can be elsewhere. Nothing is run.
+Plan which activations training steps save, recompute or offload, within a memory budget per device. One plan covers
+each `train_step` of the program, and each `autodiff` with `memory`. It is compiled for a machine that can be elsewhere.
+Nothing is run.
 """
 
 _CHECK = """\

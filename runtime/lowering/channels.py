@@ -80,6 +80,8 @@ class Channels:
         self.before_last_call: Array | None = None
         self._before_call: Array | None = None  # computed last before the current call
 
+    # Streams, and the failure flag ----------------------------------------------------------------------------------
+
     def load(self, stream: Stream) -> Array:
         """Load the next element of a stream."""
         transfers, position = self._channels[stream]
@@ -115,6 +117,19 @@ class Channels:
         """Fetched arrays: output streams, and the failure flag."""
         kept = HostToDeviceStream | RemoteBuffer | CollectiveOrder
         return [transfers for c, (transfers, _) in self._channels.items() if not isinstance(c, kept)]
+
+    def check_count(self, stream: Stream, number: int) -> None:
+        """Record at the end of a run whether a stream's transfers exceeded its capacity."""
+        transfers, position = self._channels[stream]
+        self.record_failure(TRANSFERS, number, position <= transfers.shape[0])
+
+    def record_failure(self, id: int, number: int, holds: Any) -> None:
+        """Record a failed check of the op with this id, unless another check failed before."""
+        first, position = self._channels[FAILURE]
+        this = jnp.asarray([id, number], jnp.int32)
+        self._channels[FAILURE] = (jnp.where(jnp.all(holds) | (first[0] > 0), first, this), position)
+
+    # Slots of remote buffers, and the order of their copies ---------------------------------------------------------
 
     def slots(self, buffer: RemoteBuffer) -> Array:
         """The slots of a remote buffer."""
@@ -198,16 +213,20 @@ class Channels:
         """The slots of all remote buffers."""
         return {c: slots for c, (slots, _) in self._channels.items() if isinstance(c, RemoteBuffer)}
 
-    def check_count(self, stream: Stream, number: int) -> None:
-        """Record at the end of a run whether a stream's transfers exceeded its capacity."""
-        transfers, position = self._channels[stream]
-        self.record_failure(TRANSFERS, number, position <= transfers.shape[0])
+    # Results that copies wait for -----------------------------------------------------------------------------------
 
-    def record_failure(self, id: int, number: int, holds: Any) -> None:
-        """Record a failed check of the op with this id, unless another check failed before."""
-        first, position = self._channels[FAILURE]
-        this = jnp.asarray([id, number], jnp.int32)
-        self._channels[FAILURE] = (jnp.where(jnp.all(holds) | (first[0] > 0), first, this), position)
+    def record_computed(self, computed: Any) -> None:
+        """Record the last result: real numbers, because integers may be slot numbers."""
+        arrays = jax.tree.leaves(computed)
+        self._computed = next((a for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.floating)), self._computed)
+
+    def enter_call(self) -> None:
+        """Record that a call begins that prefetches."""
+        self.before_last_call = self._before_call
+        if self._computed is not None and not is_on_host(self._computed):
+            self._before_call = self._computed
+
+    # Order of collectives -------------------------------------------------------------------------------------------
 
     def ordered(self, operand: Array) -> Array:
         """Make a collective's operand depend on all collectives before this computation."""
@@ -224,6 +243,8 @@ class Channels:
         token = next_token(token, self._exchanged)
         self._channels[COLLECTIVES], self._exchanged = (token, None), []
 
+    # Into and out of called graphs, loops and branches --------------------------------------------------------------
+
     def states(self, streams: Sequence[AnyChannel]) -> tuple[State, ...]:
         """Channel states as graph inputs."""
         if COLLECTIVES in streams:
@@ -234,21 +255,9 @@ class Channels:
         """Set the states of some channels, given by a graph's results."""
         self._channels.update(zip(streams, states, strict=True))
 
-    def resume(self, loop_channels: LoopChannels, positions: dict[int, Any], computed: Any) -> None:
-        """Continue after a loop or branch: take over its channel states, and record its results."""
-        self._channels.update(loop_channels.in_iteration(positions)._channels)
-        self.record_computed(computed)
-
-    def enter_call(self) -> None:
-        """Record that a call begins that prefetches."""
-        self.before_last_call = self._before_call
-        if self._computed is not None and not is_on_host(self._computed):
-            self._before_call = self._computed
-
-    def record_computed(self, computed: Any) -> None:
-        """Record the last result: real numbers, because integers may be slot numbers."""
-        arrays = jax.tree.leaves(computed)
-        self._computed = next((a for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.floating)), self._computed)
+    def loop_channels(self, streams: Sequence[AnyChannel]) -> LoopChannels:
+        """Split some channels into loop-invariant and loop-carried state."""
+        return LoopChannels(self, streams)
 
     def carried(self, streams: Sequence[AnyChannel]) -> dict[int, Any]:
         """The loop-carried state of some channels: the index of the next transfer; of output streams, also the array.
@@ -271,9 +280,10 @@ class Channels:
                 self._channels[stream] = positions[i]
         self._slots_before, self._later_slots = self._slots(), {}
 
-    def loop_channels(self, streams: Sequence[AnyChannel]) -> LoopChannels:
-        """Split some channels into loop-invariant and loop-carried state."""
-        return LoopChannels(self, streams)
+    def resume(self, loop_channels: LoopChannels, positions: dict[int, Any], computed: Any) -> None:
+        """Continue after a loop or branch: take over its channel states, and record its results."""
+        self._channels.update(loop_channels.in_iteration(positions)._channels)
+        self.record_computed(computed)
 
 
 def encode_transfer(value: Array, dtype: dtype_) -> Array:

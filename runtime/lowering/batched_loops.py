@@ -86,7 +86,7 @@ def lower_batched(lowering: Lowering, loop: RerolledLoop, environment: Environme
         if loop_input.is_invariant and not is_constant(loop_input, environment)
     }
     channels = context.channels.loop_channels(())
-    body = context.in_loop_body(channels.in_iteration(channels.start), rows=len(order))
+    body = context.in_loop_body(channels.in_iteration(channels.start), iterations=len(order))
     written = [loop_input for loop_input in own if loop_input.is_modified]
 
     def iteration(values: Sequence[Array]) -> Any:
@@ -112,9 +112,9 @@ def lower_batched(lowering: Lowering, loop: RerolledLoop, environment: Environme
 
 
 def _slot(environment: Environment, t: Tensor) -> PackedSlot:
-    place = environment.slot_or_value(t)
-    assert isinstance(place, PackedSlot)  # checked: all are packed
-    return place
+    slot = environment.slot_or_value(t)
+    assert isinstance(slot, PackedSlot)  # `pack_together` has packed all
+    return slot
 
 
 def _order(loop: RerolledLoop, slots: dict[LoopInput, list[PackedSlot]]) -> list[int]:

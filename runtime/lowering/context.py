@@ -23,7 +23,7 @@ class TracedCalls:
 
     def record(self, graph: Graph, inputs: Sequence[Array | PackedSlot]) -> bool:
         """Record a call, and return whether the graph was called with these inputs before: compilers may merge both."""
-        if not inputs or not all(isinstance(value, jax.core.Tracer) for value in inputs):  # rows, or no compiler
+        if not inputs or not all(isinstance(value, jax.core.Tracer) for value in inputs):  # slots, or no compiler
             return False
         key = graph, tuple(map(id, inputs))
         is_first = self._first_inputs.get(key) is not inputs[0]
@@ -43,7 +43,7 @@ class Context:
         calls: the calls of the trace so far.
         inputs: the inputs of the graph. The body of a loop has none: it sees nothing around it.
         in_loop: whether they are in the body of a loop, or in a graph with noinline calls.
-        rows: number of iterations of the enclosing loops of calls. An array of this many rows may hold a value.
+        iterations: number of iterations of the enclosing loops of calls. A value may be one of as many packed slots.
         sliced_rows: for ops in a loop body that slice an iteration's row out of an array, that row.
         only_graph: the graph that the enclosing loop of calls calls, if it calls no other and that one once.
         depth: number of enclosing called graphs.
@@ -53,7 +53,7 @@ class Context:
     calls: TracedCalls = field(default_factory=TracedCalls)
     inputs: Sequence[Array | PackedSlot] = ()
     in_loop: bool = False
-    rows: int = 1
+    iterations: int = 1
     sliced_rows: Mapping[Op, Array] = field(default_factory=dict)
     only_graph: Graph | None = None
     depth: int = 0
@@ -65,10 +65,10 @@ class Context:
     def in_loop_body(
         self,
         channels: Channels,
-        rows: int = 1,
+        iterations: int = 1,
         sliced_rows: Mapping[Op, Array] | None = None,
         only_graph: Graph | None = None,
     ) -> Context:
-        """The context inside a loop body; `rows` is the number of iterations, if values may be slots of as many."""
-        inside = replace(self, channels=channels, inputs=(), in_loop=True)
-        return replace(inside, rows=self.rows * rows, sliced_rows=sliced_rows or {}, only_graph=only_graph)
+        """The context inside a loop body, of so many `iterations` if values may be packed slots of all of them."""
+        inside = replace(self, channels=channels, inputs=(), in_loop=True, iterations=self.iterations * iterations)
+        return replace(inside, sliced_rows=sliced_rows or {}, only_graph=only_graph)

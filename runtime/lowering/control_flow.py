@@ -44,7 +44,7 @@ def _call(lowering: Lowering, op: Op, environment: Environment, context: Context
     if lowering.inlines(graph, context, sharing) and context.calls.record(graph, operands):
         with of_op(op), overriding_kernels(lowering.replicas.platform, lowering.hooks.overrides):
             inputs = _delayed_inputs(op, operands, environment, context)
-    finish_call(op, environment, operands, lowering.lower_call(graph, inputs, context, in_rows=True, sharing=sharing))
+    finish_call(op, environment, operands, lowering.lower_call(graph, inputs, context, packed=True, sharing=sharing))
 
 
 def _delayed_inputs(op: Op, inputs: Sequence[Any], environment: Environment, context: Context) -> Sequence[Any]:
@@ -62,15 +62,15 @@ def _delayed_inputs(op: Op, inputs: Sequence[Any], environment: Environment, con
     return delayed
 
 
-def finish_call(op: Op, environment: Environment, places: Sequence[Array | PackedSlot], results: Results) -> None:
-    """Write a called graph's results to the caller's environment."""
+def finish_call(op: Op, environment: Environment, inputs: Sequence[Array | PackedSlot], results: Results) -> None:
+    """Write a called graph's results to the caller's environment, and to the packed slots among its inputs."""
     for t, result in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
         environment.define(t, result)
     for i in sorted(op.modified & results.modified.keys()):
-        if not isinstance(places[i], PackedSlot):
-            environment.write(op.inputs[i], load(results.modified[i]))
+        if isinstance(slot := inputs[i], PackedSlot):
+            write_back(results.modified[i], slot)
         else:
-            write_back(results.modified[i], places[i])
+            environment.write(op.inputs[i], load(results.modified[i]))
     for storage, value in results.modified_storages.items():
         environment.write(storage, value)
     environment.record_call_reads(op, results)
@@ -83,17 +83,17 @@ def call_inputs(
 
     Args:
         own: number of graph inputs that precede them.
-        by_value: positions of inputs that are never rows.
+        by_value: positions of inputs that are never packed slots.
     """
     operands = [environment.slot_or_value(t) for t in op.inputs]
-    rows = {i: operand for i, operand in enumerate(operands) if isinstance(operand, PackedSlot)}
-    if rows:
-        changed_numbers, count = {i - own for i in changed_inputs(op.called_graphs[0])}, Counter(rows.values())
-        changed = {row for i, row in rows.items() if i in changed_numbers}
-        for i, row in rows.items():
+    slots = {i: operand for i, operand in enumerate(operands) if isinstance(operand, PackedSlot)}
+    if slots:
+        changed_numbers, count = {i - own for i in changed_inputs(op.called_graphs[0])}, Counter(slots.values())
+        changed = {slot for i, slot in slots.items() if i in changed_numbers}
+        for i, slot in slots.items():
             is_copied = i in by_value or (i in changed_numbers and i not in op.modified)
-            if is_copied or (row in changed and count[row] > 1):
-                operands[i] = row.slice_value()
+            if is_copied or (slot in changed and count[slot] > 1):
+                operands[i] = slot.slice_value()
     return operands
 
 
@@ -177,9 +177,9 @@ class Loop:
         self._carried_by_ref = returned_by_ref(op) - self._sharing.positions if op.modified else frozenset()
         by_value = frozenset(range(self._carried)) | self._carried_by_ref
         self._inputs = call_inputs(op, environment, EXTRA_INPUTS, by_value | self._sharing.positions)
-        self._rows = {k: operand for k, operand in enumerate(self._inputs) if isinstance(operand, PackedSlot)}
-        self._packed = tuple(dict.fromkeys(row.packed for k, row in self._rows.items() if k in op.modified))
-        self._modified_alone = op.modified - self._rows.keys() - self._sharing.positions
+        self._slots = {k: operand for k, operand in enumerate(self._inputs) if isinstance(operand, PackedSlot)}
+        self._packed = tuple(dict.fromkeys(slot.packed for k, slot in self._slots.items() if k in op.modified))
+        self._modified_alone = op.modified - self._slots.keys() - self._sharing.positions
         contents = {k: self._inputs[k] for k in sorted(self._modified_alone - self._carried_by_ref)}
         arrays = [packed.array for packed in self._packed]
         shared = [self._sharing.values[storage] for storage in self._sharing.modified]
@@ -195,13 +195,13 @@ class Loop:
         """Build the inputs of an iteration from the loop-carried state."""
         results_before, contents, arrays, shared = state
         now = dict(zip(self._packed, arrays, strict=True))
-        packed_inputs = dict.fromkeys(row.packed for row in self._rows.values())
+        packed_inputs = dict.fromkeys(slot.packed for slot in self._slots.values())
         packed_arrays = {packed: packed.with_array(now.get(packed, packed.array)) for packed in packed_inputs}
         values = list(self._inputs)
         for k, content in contents.items():
             values[k] = content
-        for k, row in self._rows.items():
-            values[k] = PackedSlot(packed_arrays[row.packed], row.number)
+        for k, slot in self._slots.items():
+            values[k] = PackedSlot(packed_arrays[slot.packed], slot.number)
         values[: self._carried] = results_before
         sharing = self._sharing.with_values(dict(zip(self._sharing.modified, shared, strict=True)))
         if sharing:
@@ -214,7 +214,7 @@ class Loop:
     def end_iteration(self, iteration: Iteration, results: Results) -> tuple[Any, Sequence[Array]]:
         """Split the results of an iteration into loop-carried state and stacked results."""
         values, packed_arrays, modified = iteration.inputs[EXTRA_INPUTS:], iteration.packed_arrays, results.modified
-        for k in self._rows.keys() & self._op.modified:
+        for k in self._slots.keys() & self._op.modified:
             write_back(modified.get(k + EXTRA_INPUTS, values[k]), values[k])
         others = sorted(self._modified_alone - self._carried_by_ref)
         after = {k: load(modified.get(k + EXTRA_INPUTS, values[k])) for k in others}
@@ -249,7 +249,7 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, context: Context
         channels = loop_channels.in_iteration(positions)
         iteration = loop.begin_iteration(before, i)
         body = context.in_loop_body(channels, sliced_rows=dict(zip(rows, sliced, strict=True)))
-        results = lowering.lower_call(loop.graph, iteration.inputs, body, in_rows=True, sharing=iteration.sharing)
+        results = lowering.lower_call(loop.graph, iteration.inputs, body, packed=True, sharing=iteration.sharing)
         after, further = loop.end_iteration(iteration, results)
         return (after, channels.carried(streams)), further
 

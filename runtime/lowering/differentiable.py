@@ -35,7 +35,7 @@ class DifferentiableLowering(Lowering):
         graph: Graph,
         inputs: Sequence[Array | PackedSlot],
         context: Context,
-        in_rows: bool = False,
+        packed: bool = False,
         sharing: Sharing = Sharing(),  # noqa: B008  # it has no state
     ) -> Results:
         """Lower a call. Graphs with custom rules use these for differentiation; graphs with few saved values recompute
@@ -43,7 +43,7 @@ class DifferentiableLowering(Lowering):
         """
         plain = graph.derivative is None and graph.keeps is None
         if plain or sharing or self.channels_of(graph.ops):  # these are values beside inputs and results
-            return super().lower_call(graph, inputs, context, in_rows, sharing)
+            return super().lower_call(graph, inputs, context, packed, sharing)
 
         def of_arrays(*arrays: Array) -> tuple[Array, ...]:
             channels = Channels({})

@@ -48,16 +48,21 @@ class Environment:
     """The environment of a running graph: for each storage, its current value or packed slot.
 
     Args:
-        rows: the number of iterations of rerolled loops around the graph: a value may be a slot of as many rows.
+        aliases: tensors, and the tensors that hold their values.
+        iterations: number of iterations of rerolled loops around the graph; a value may be one of as many slots.
     """
 
     def __init__(
-        self, values: Mapping[Tensor, Array | PackedSlot], order: UpdateOrder, same: Mapping[Tensor, Tensor], rows: int
+        self,
+        values: Mapping[Tensor, Array | PackedSlot],
+        order: UpdateOrder,
+        aliases: Mapping[Tensor, Tensor],
+        iterations: int,
     ) -> None:
         self.values = dict(values)
         self._order = order
-        self._aliases = same
-        self._rows = rows
+        self._aliases = aliases
+        self._iterations = iterations
 
     def record_reads(self, op: Op) -> None:
         """Record the operands that an op has read: in-place updates of them come after its result."""
@@ -166,7 +171,7 @@ class Environment:
             concatenation = view_of(storage)
             if concatenation is None:
                 slot = self.values.get(storage)
-                rows = len(slot.packed.array) if isinstance(slot, PackedSlot) else self._rows
+                rows = len(slot.packed.array) if isinstance(slot, PackedSlot) else self._iterations
                 value = self._order.order_write(storage, value, rows)
                 if isinstance(slot, PackedSlot):
                     slot.write(value)

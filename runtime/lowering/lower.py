@@ -110,14 +110,14 @@ class Lowering:
         ops: Iterable[Op | RerolledLoop],
         values: Mapping[Tensor, Array | PackedSlot],
         context: Context,
-        same: Mapping[Tensor, Tensor] | None = None,
+        aliases: Mapping[Tensor, Tensor] | None = None,
     ) -> Environment:
         """Lower ops of one graph, in order. Returns its environment.
 
         Args:
-            same: aliases of tensors; by default, those of the schedule.
+            aliases: tensors, and the tensors that hold their values; by default, those of the schedule.
         """
-        environment = self.environment(values, context, same)
+        environment = self.environment(values, context, aliases)
         for op in (part for each in ops for part in ((each,) if isinstance(each, RerolledLoop) else each.parts)):
             deliver_pending_signals()
             if isinstance(op, RerolledLoop):
@@ -131,11 +131,11 @@ class Lowering:
         return environment
 
     def environment(
-        self, values: Mapping[Tensor, Array | PackedSlot], context: Context, same: Mapping[Tensor, Tensor] | None
+        self, values: Mapping[Tensor, Array | PackedSlot], context: Context, aliases: Mapping[Tensor, Tensor] | None
     ) -> Environment:
         """Create the environment of a graph; see `lower_ops`."""
-        same = self.scheduling.aliases if same is None else same
-        return Environment(values, self.hooks.update_order(context.in_loop), same, context.rows)
+        aliases = self.scheduling.aliases if aliases is None else aliases
+        return Environment(values, self.hooks.update_order(context.in_loop), aliases, context.iterations)
 
     def lower_op(self, op: Op, environment: Environment, context: Context) -> None:
         """Lower one op: read operands, apply its rule or lowering, write results."""
@@ -215,21 +215,21 @@ class Lowering:
         graph: Graph,
         inputs: Sequence[Array | PackedSlot],
         context: Context,
-        in_rows: bool = False,
+        packed: bool = False,
         sharing: Sharing = Sharing(),  # noqa: B008  # it has no state
     ) -> Results:
         """Lower a call of a graph: inline its ops, or emit a noinline call.
 
         Args:
-            inputs: values of the graph's inputs; or rows, which are overwritten where the graph overwrites these
-                inputs.
-            in_rows: whether results may be rows too.
+            inputs: values of the graph's inputs; or packed slots, which are overwritten where the graph overwrites
+                these inputs.
+            packed: whether results may be packed slots too.
             sharing: inputs that share storage. Calls with such inputs are inlined.
         """
         channels = context.channels
         if self.inlines(graph, context, sharing):
             results = self._inline(graph, inputs, context, sharing)
-            return results if in_rows else results.unpacked()
+            return results if packed else results.unpacked()
         streams = self.channels_of(graph.ops)
         outputs, written, used = self._functions(graph)(tuple(map(load, inputs)), channels.states(streams))
         channels.set_states(streams, used)
@@ -245,12 +245,12 @@ class Lowering:
     def _inline(
         self, graph: Graph, inputs: Sequence[Array | PackedSlot], context: Context, sharing: Sharing
     ) -> Results:
-        values, same = bind_inputs(graph, inputs, sharing)
+        values, aliases = bind_inputs(graph, inputs, sharing)
         if self._prefetched and not self._prefetched.isdisjoint(graph.ops):
             context.channels.enter_call()
         with of_graph(graph, context.depth):
             ops = self.scheduling.schedule(graph)
-            environment = self.lower_ops(ops, values, context.in_graph(inputs), same)
+            environment = self.lower_ops(ops, values, context.in_graph(inputs), aliases)
         return environment.results(graph, values, sharing)
 
     def _noinline_function(self, graph: Graph) -> Callable[..., Any]:

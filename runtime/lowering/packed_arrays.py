@@ -56,12 +56,12 @@ class PackedSlot(NamedTuple):
         packed.array = lax.dynamic_update_index_in_dim(packed.array, packed.as_row(value), self.number, 0)
 
 
-def load(place: Array | PackedSlot) -> Array:
+def load(value: Array | PackedSlot) -> Array:
     """Load a value from a packed slot; pass other values through."""
-    return place.slice_value() if isinstance(place, PackedSlot) else place
+    return value.slice_value() if isinstance(value, PackedSlot) else value
 
 
-def write_back(place: Array | PackedSlot, row: PackedSlot) -> None:
-    """Write `place` into `row`, unless it already lives there."""
-    if not isinstance(place, PackedSlot) or place != row:
-        row.write(load(place))
+def write_back(value: Array | PackedSlot, slot: PackedSlot) -> None:
+    """Write a value into a slot, unless it already lives there."""
+    if not isinstance(value, PackedSlot) or value != slot:
+        slot.write(load(value))

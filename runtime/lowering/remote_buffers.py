@@ -72,7 +72,7 @@ def _store(lowering: Lowering, op: Op, environment: Environment, context: Contex
         return
     if channels.running is not None:  # a branch that is not taken stores the old content
         value = jnp.where(channels.running, value, _from_host(lowering, slots, offset))
-    value = channels.after_fetches(buffer, value, those_read=context.rows > 1)
+    value = channels.after_fetches(buffer, value, those_read=context.iterations > 1)
     channels.set_slots(buffer, _to_host(lowering, slots, value, offset))
 
 

@@ -135,9 +135,10 @@ def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environm
     def iterate(state: Any, rows: Sequence[Array]) -> Any:
         carried, positions = state
         channels = loop_channels.in_iteration(positions)
-        body = context.in_loop_body(channels, rows=len(loop.iterations), only_graph=loop.only_graph)
-        after = lowering.lower_ops(loop.ops, builder.iteration_values(carried, rows), body)
-        return (builder.next_state(rows, after), channels.carried(streams)), None
+        body = context.in_loop_body(channels, iterations=len(loop.iterations), only_graph=loop.only_graph)
+        values, packed_arrays = builder.begin_iteration(carried, rows)
+        after = lowering.lower_ops(loop.ops, values, body)
+        return (builder.end_iteration(rows, after, packed_arrays), channels.carried(streams)), None
 
     start = (builder.start, loop_channels.start)
     (carried, positions), _ = lax.scan(iterate, start, builder.rows, length=len(loop.iterations))
@@ -200,18 +201,17 @@ class _ScanBuilder:
             [packed.array for packed in self._packed],
         )
 
-    def iteration_values(self, state: Any, rows: Sequence[Array]) -> dict[Tensor, Array | PackedSlot]:
-        """Initial storage values of an iteration."""
+    def begin_iteration(
+        self, state: Any, rows: Sequence[Array]
+    ) -> tuple[dict[Tensor, Array | PackedSlot], dict[PackedArray, PackedArray]]:
+        """Initial storage values of an iteration; and its packed arrays, by those outside of the loop."""
         unpacked, carries, _, arrays = state
         now = dict(zip(self._packed, arrays, strict=True))
-        arrays_of_iteration = dict.fromkeys((*self._packed, *(row.packed for row in self._invariant_slots.values())))
-        self._packed_of_iteration = {
-            packed: packed.with_array(now.get(packed, packed.array)) for packed in arrays_of_iteration
-        }
+        outer_arrays = dict.fromkeys((*self._packed, *(slot.packed for slot in self._invariant_slots.values())))
+        packed_arrays = {packed: packed.with_array(now.get(packed, packed.array)) for packed in outer_arrays}
         values: dict[Tensor, Array | PackedSlot] = dict(self._invariant_values)
         values.update(
-            (name, PackedSlot(self._packed_of_iteration[row.packed], row.number))
-            for name, row in self._invariant_slots.items()
+            (name, PackedSlot(packed_arrays[slot.packed], slot.number)) for name, slot in self._invariant_slots.items()
         )
         values.update((t.storage, value) for t, value in zip(self._unpacked, unpacked, strict=True))
         values.update((t.storage, value) for (t, _), value in zip(self._carries, carries, strict=True))
@@ -219,11 +219,13 @@ class _ScanBuilder:
             sliced = slice_.slice_values(now.get(slice_.packed, slice_.packed.array), number)
             is_invariant = slice_.packed.is_input and slice_.packed not in now
             values.update((name, self._invariant_row(row, number) if is_invariant else row) for name, row in sliced)
-        return values
+        return values, packed_arrays
 
-    def next_state(self, rows: Sequence[Array], after: Environment) -> Any:
+    def end_iteration(
+        self, rows: Sequence[Array], after: Environment, packed_arrays: Mapping[PackedArray, PackedArray]
+    ) -> Any:
         """The loop-carried state after an iteration."""
-        now = {packed: self._packed_of_iteration[packed].array for packed in self._packed}
+        now = {packed: packed_arrays[packed].array for packed in self._packed}
         for slice_, row in zip(self._writes, rows[len(self._reads) :], strict=True):
             now[slice_.packed] = slice_.updated(now[slice_.packed], row, after)
         return (

@@ -50,14 +50,12 @@ class VariableBlock:
         """Array of the values after a graph's execution."""
         if not self.is_packed:
             return environment.value_of(self.tensors[0])
-        places = [environment.slot_or_value(t) for t in self.tensors]
-        packed = places[0].packed if isinstance(places[0], PackedSlot) else None
-        numbers = [
-            place.number if isinstance(place, PackedSlot) and place.packed is packed else None for place in places
-        ]
+        values = [environment.slot_or_value(t) for t in self.tensors]
+        packed = values[0].packed if isinstance(values[0], PackedSlot) else None
+        numbers = [v.number if isinstance(v, PackedSlot) and v.packed is packed else None for v in values]
         if packed is not None and numbers == [*range(len(packed.array))]:
             return packed.array
-        return jnp.stack(list(map(load, places)))
+        return jnp.stack(list(map(load, values)))
 
 
 def blocks_of(tensors: Iterable[Tensor], packed: Sequence[Collection[Tensor]]) -> tuple[VariableBlock, ...]:

@@ -101,13 +101,13 @@ class Debugged(Lowering):
         ops: Iterable[Op],
         values: Mapping[Tensor, Array],
         context: Context,
-        same: Mapping[Tensor, Tensor] | None = None,
+        aliases: Mapping[Tensor, Tensor] | None = None,
     ) -> _Steps[Environment]:
         """Execute ops and check each result, yielding a `_CollectiveCall` at ops that communicate between replicas.
 
         Views are checked where they are read.
         """
-        environment = self.environment(values, context, same)
+        environment = self.environment(values, context, aliases)
         for op in (part for each in ops for part in each.parts):
             deliver_pending_signals()
             if op.kind.view is None:
@@ -124,8 +124,8 @@ class Debugged(Lowering):
             self._sites.pop()
 
     def _graph(self, graph: Graph, inputs: Sequence[Array], context: Context, sharing: Sharing) -> _Steps[Results]:
-        values, same = bind_inputs(graph, inputs, sharing)
-        environment = yield from self.run_ops(graph.ops, values, context.in_graph(inputs), same)
+        values, aliases = bind_inputs(graph, inputs, sharing)
+        environment = yield from self.run_ops(graph.ops, values, context.in_graph(inputs), aliases)
         return environment.results(graph, values, sharing)
 
     def _call(self, op: Op, environment: Environment, context: Context) -> _Steps[None]:

@@ -118,9 +118,9 @@ class _OnAll(Lowering):
     """A lowering to computations on the arrays of all replicas, each made at once."""
 
     def environment(
-        self, values: Mapping[Tensor, Any], context: Context, same: Mapping[Tensor, Tensor] | None
+        self, values: Mapping[Tensor, Any], context: Context, aliases: Mapping[Tensor, Tensor] | None
     ) -> Environment:
-        return _Environment(values, Unordered(), same or {}, 1, self.replicas)
+        return _Environment(values, Unordered(), aliases or {}, 1, self.replicas)
 
     def lower_op(self, op: Op, environment: Environment, context: Context) -> None:
         if is_loop(op):
@@ -142,8 +142,8 @@ class _OnAll(Lowering):
         for i in run.numbers:
             iteration = loop.begin_iteration(state, np.full(count, i, np.int32))
             iteration.inputs[1] = np.ones(count, bool)
-            values, same = bind_inputs(loop.graph, iteration.inputs, iteration.sharing)
-            inside = self.lower_ops(loop.graph.ops, values, context, same)
+            values, aliases = bind_inputs(loop.graph, iteration.inputs, iteration.sharing)
+            inside = self.lower_ops(loop.graph.ops, values, context, aliases)
             state, further = loop.end_iteration(iteration, inside.results(loop.graph, values, iteration.sharing))
             rows.append(further)
         if run.numbers.step < 0:
@@ -178,8 +178,8 @@ class _OnAll(Lowering):
 class _Environment(Environment):
     """An environment whose values have a first dimension for the replicas."""
 
-    def __init__(self, values: Any, order: Any, same: Any, rows: int, replicas: Replicas) -> None:
-        super().__init__(values, order, same, rows)
+    def __init__(self, values: Any, order: Any, aliases: Any, iterations: int, replicas: Replicas) -> None:
+        super().__init__(values, order, aliases, iterations)
         self._replicas = replicas
 
     def _storage(self, t: Tensor) -> Array:

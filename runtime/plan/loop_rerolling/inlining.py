@@ -22,7 +22,7 @@ class InlinedGraphs:
 
     Attributes:
         graphs: graphs that are not inlined, each with its ops and those of inlined graphs, in order.
-        same: tensors bound to the inputs of inlined graphs, and returned tensors for the results of their calls.
+        aliases: tensors bound to the inputs of inlined graphs, and returned tensors for the results of their calls.
     """
 
     def __init__(self, main: Graph) -> None:

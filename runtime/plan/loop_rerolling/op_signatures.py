@@ -20,8 +20,8 @@ class OpSignatures:
         function: what an op computes of its inputs, as `StructuralEncoder.function`.
     """
 
-    def __init__(self, structures: Structures, same: Mapping[Tensor, Tensor]) -> None:
-        self._aliases = same
+    def __init__(self, structures: Structures, aliases: Mapping[Tensor, Tensor]) -> None:
+        self._aliases = aliases
         self.function = StructuralEncoder(structures).function
         self._numbers: dict[Any, int] = {}
         self._resolved: dict[Tensor, tuple[int, tuple[Tensor, ...]]] = {}

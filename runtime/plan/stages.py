@@ -38,13 +38,13 @@ class Stages:
     """Assignment of IPUs to processes, for replicas that span several processes.
 
     Attributes:
-        own_index: the first place of this process.
+        own_ipu: the first IPU of this process.
     """
 
     def __init__(self, options_at: Mapping[int, CompileOptions]) -> None:
-        self.own_index = next(place for place, options in options_at.items() if not options.compile_target.is_elsewhere)
-        self._own_processes = _processes(options_at[self.own_index].replicas.sharding())
-        self._firsts: dict[tuple[int, ...], Any] = {}  # for each group of processes, where its first place is
+        self.own_ipu = next(ipu for ipu, options in options_at.items() if not options.compile_target.is_elsewhere)
+        self._own_processes = _processes(options_at[self.own_ipu].replicas.sharding())
+        self._firsts: dict[tuple[int, ...], Any] = {}  # sharding of the first IPU, by the processes of its replicas
         for options in options_at.values():
             sharding = options.replicas.sharding()
             self._firsts.setdefault(_processes(sharding), sharding)

@@ -120,7 +120,7 @@ def _compiled(
         executables: result of an earlier `CompiledProgram.executables`; nothing is compiled then.
     """
     start = perf_counter()
-    with layout.precision(), recursing_into(layout.main), cache as is_cached, compilation():
+    with layout.x64_context(), recursing_into(layout.main), cache as is_cached, compilation():
         if layout.steps is None:
             executable, text = _one_program(layout, executables)
         else:
@@ -201,11 +201,11 @@ def begin_run(
 ) -> tuple[dict[Tensor, Any], Channels]:
     """Initial tensor storages and channels of the main graph, for one replica's run."""
     count = len(layout.changing)
-    held = zip((*layout.changing, *layout.constant), (*changing[:count], *constant), strict=True)
-    values = {t: ipu for block, array in held for t, ipu in block.unpack(array).items()}
-    begun = zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)
+    arrays = zip((*layout.changing, *layout.constant), (*changing[:count], *constant), strict=True)
+    values = {t: value for block, array in arrays for t, value in block.unpack(array).items()}
+    states = zip(layout.channels, layout.initial_states(feeds, layout.channels), strict=True)
     slots = ((buffer, (array, 0)) for buffer, array in zip(layout.buffers, changing[count:], strict=True))
-    return values, Channels(dict((*begun, *slots)))
+    return values, Channels(dict((*states, *slots)))
 
 
 def end_run(
@@ -215,7 +215,7 @@ def end_run(
     changed = (*(block.repack(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
     for i, stream in enumerate(layout.limited):
         channels.check_count(stream, i)
-    return changed, layout.end(channels.results(), layout.channels)
+    return changed, layout.fetches(channels.results(), layout.channels)
 
 
 # As a plan -----------------------------------------------------------------------------------------------------------
@@ -225,10 +225,10 @@ def _plan(layout: Layout, steps: HostSteps, executables: Sequence[Any] | None) -
     """Compile the program as segments, executed sequentially by the host."""
     buffers = {buffer: layout.homes[buffer] for buffer in layout.buffers}
     channels = {ipu: _channels_in(ipu, layout, steps) for ipu in layout.compile_options}
-    # If there are several places, some may have no streams; a single one always has its ends.
+    # Of several IPUs, some may have no streams; a single one always has a prologue and an epilogue.
     with_ends = [ipu for ipu, here in channels.items() if here or len(channels) == 1]
     if executables is None:
-        ends = {ipu: _begin_and_end(layout, ipu, channels[ipu]) for ipu in with_ends}
+        ends = {ipu: _prologue_and_epilogue(layout, ipu, channels[ipu]) for ipu in with_ends}
     else:
         pairs = zip(executables[::2], executables[1::2], strict=False)
         ends = dict(zip(with_ends, pairs, strict=False))
@@ -247,7 +247,7 @@ def _channels_in(ipu: int, layout: Layout, steps: HostSteps) -> tuple[Stream | F
     return tuple(c for c in layout.channels if (checks if c is FAILURE else layout.homes[c] == ipu))
 
 
-def _begin_and_end(layout: Layout, ipu: int, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
+def _prologue_and_epilogue(layout: Layout, ipu: int, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
     """Compile prologue and epilogue of a run: initial channel state from feeds, and fetches from final channel state.
 
     If host arrays have the layout of a stream's transfers, nothing is copied: those of feeds are `None` in the first
@@ -256,7 +256,7 @@ def _begin_and_end(layout: Layout, ipu: int, channels: Sequence[Stream | Failure
     IPUs of other processes have no prologue here, and their epilogue reads copies on this process's devices.
     """
     is_elsewhere = layout.compile_options[ipu].compile_target.is_elsewhere
-    options = layout.compile_options[layout.stages.own_index if is_elsewhere and layout.stages is not None else ipu]
+    options = layout.compile_options[layout.stages.own_ipu if is_elsewhere and layout.stages is not None else ipu]
     replicas = options.replicas
 
     def is_alike(channel: Stream | Failure) -> bool:
@@ -265,7 +265,7 @@ def _begin_and_end(layout: Layout, ipu: int, channels: Sequence[Stream | Failure
     are_donated = all(map(is_alike, (c for c in channels if c in layout.outputs)))
 
     def begin_replica(feeds: Sequence[Array]) -> Any:
-        states = zip(channels, layout.begin(feeds, channels), strict=True)
+        states = zip(channels, layout.initial_states(feeds, channels), strict=True)
         return tuple(
             (
                 None if c in layout.used_inputs and is_alike(c) else jnp.asarray(transfers),
@@ -278,7 +278,7 @@ def _begin_and_end(layout: Layout, ipu: int, channels: Sequence[Stream | Failure
         return replicas.vmap_replicas(begin_replica)(layout.replicas_first(feeds, channels))
 
     def end(results: Sequence[Array]) -> Any:
-        fetched = replicas.vmap_replicas(lambda results: layout.end(results, channels))(results)
+        fetched = replicas.vmap_replicas(lambda results: layout.fetches(results, channels))(results)
         return layout.transfers_first(fetched, channels)
 
     beginning = jax.jit(begin, out_shardings=replicas.sharding())

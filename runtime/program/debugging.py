@@ -70,11 +70,11 @@ class _CollectiveCall:
     non_finite: _NonFinite
 
 
-_Steps = Generator[_CollectiveCall, Any, T]
-"""Work that stops at each collective: it yields a replica's contribution, and is sent the results of all replicas."""
+_Task = Generator[_CollectiveCall, Any, T]
+"""A replica's task, stopping at each collective: yields its contribution, and is sent the results of all replicas."""
 
 
-class Debugged(Lowering):
+class DebugLowering(Lowering):
     """Lowering of one replica that checks each op's results.
 
     Args:
@@ -86,7 +86,7 @@ class Debugged(Lowering):
         self, ops: Iterable[Op], options: SessionOptions, replicas: Replicas, replica: int, infinities: bool
     ) -> None:
         super().__init__(ops, options, keep_calls=False, replicas=replicas)
-        self.steps = 0  # how many ops it has carried out
+        self.executed = 0  # number of ops
         self._replica = replica
         self._infinities = infinities
         self._sites: list[_Site] = []
@@ -102,7 +102,7 @@ class Debugged(Lowering):
         values: Mapping[Tensor, Array],
         context: Context,
         aliases: Mapping[Tensor, Tensor] | None = None,
-    ) -> _Steps[Environment]:
+    ) -> _Task[Environment]:
         """Execute ops and check each result, yielding a `_CollectiveCall` at ops that communicate between replicas.
 
         Views are checked where they are read.
@@ -111,11 +111,11 @@ class Debugged(Lowering):
         for op in (part for each in ops for part in each.parts):
             deliver_pending_signals()
             if op.kind.view is None:
-                yield from (self._entered if op.called_graphs else self._watched)(op, environment, context)
+                yield from (self._run_graphs if op.called_graphs else self._run_checked)(op, environment, context)
         return environment
 
-    def _entered(self, op: Op, environment: Environment, context: Context) -> _Steps[None]:
-        """Execute an op with called graphs, checking their ops."""
+    def _run_graphs(self, op: Op, environment: Environment, context: Context) -> _Task[None]:
+        """Execute the graphs of an op, checking their ops."""
         enter = self._loop if is_loop(op) else self._conditional if chooses(op) else self._call
         self._sites.append(_Site(op))
         try:
@@ -123,25 +123,25 @@ class Debugged(Lowering):
         finally:
             self._sites.pop()
 
-    def _graph(self, graph: Graph, inputs: Sequence[Array], context: Context, sharing: Sharing) -> _Steps[Results]:
+    def _run_graph(self, graph: Graph, inputs: Sequence[Array], context: Context, sharing: Sharing) -> _Task[Results]:
         values, aliases = bind_inputs(graph, inputs, sharing)
         environment = yield from self.run_ops(graph.ops, values, context.in_graph(inputs), aliases)
         return environment.results(graph, values, sharing)
 
-    def _call(self, op: Op, environment: Environment, context: Context) -> _Steps[None]:
+    def _call(self, op: Op, environment: Environment, context: Context) -> _Task[None]:
         check_bound(op)
         (graph,) = op.called_graphs
         inputs = call_inputs(op, environment)
-        results = yield from self._graph(graph, inputs, context, environment.sharing(op))
+        results = yield from self._run_graph(graph, inputs, context, environment.sharing(op))
         finish_call(op, environment, inputs, results)
 
-    def _loop(self, op: Op, environment: Environment, context: Context) -> _Steps[None]:
+    def _loop(self, op: Op, environment: Environment, context: Context) -> _Task[None]:
         loop, (run,) = Loop(op, environment), op.runs
         state, rows = loop.start, []
         for i in run.numbers:
             self._sites[-1].iteration += 1
             iteration = loop.begin_iteration(state, jnp.asarray(i, jnp.int32))
-            results = yield from self._graph(loop.graph, iteration.inputs, context, iteration.sharing)
+            results = yield from self._run_graph(loop.graph, iteration.inputs, context, iteration.sharing)
             state, further = loop.end_iteration(iteration, results)
             rows.append(further)
         if run.numbers.step < 0:
@@ -152,17 +152,18 @@ class Debugged(Lowering):
             stacked = [jnp.zeros(t.shape, t.dtype.as_jax()) for t in op.outputs[run.carried :]]
         loop.finish(state, stacked, environment)
 
-    def _conditional(self, op: Op, environment: Environment, context: Context) -> _Steps[None]:
+    def _conditional(self, op: Op, environment: Environment, context: Context) -> _Task[None]:
         check_bound(op)
         condition = environment.value_of(op.inputs[0]).item()
         (run,) = (run for run in op.runs if run.condition == condition)
-        results = yield from self._graph(run.graph, [environment.value_of(t) for t in run.operands], context, Sharing())
+        inputs = [environment.value_of(t) for t in run.operands]
+        results = yield from self._run_graph(run.graph, inputs, context, Sharing())
         for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
             environment.write(t, value)
 
-    def _watched(self, op: Op, environment: Environment, context: Context) -> _Steps[None]:
+    def _run_checked(self, op: Op, environment: Environment, context: Context) -> _Task[None]:
         """Execute and check an op without called graphs."""
-        self.steps += 1
+        self.executed += 1
         operands = [environment.value_of(t) for t in op.inputs]
         before = _non_finite(operands)
         if op.kind.between_replicas and self.replicas.count > 1:
@@ -301,27 +302,27 @@ def _row(t: Tensor, role: str, array: Array) -> list[str]:
 
 
 def run_replicas(
-    works: Sequence[_Steps[Any]], lowerings: Sequence[Debugged], devices: Sequence[jax.Device]
+    tasks: Sequence[_Task[Any]], lowerings: Sequence[DebugLowering], devices: Sequence[jax.Device]
 ) -> list[Any]:
-    """Execute the work of all replicas: each replica independently until its next collective op, then the collective.
+    """Execute all replicas: each independently until its next collective op, then the collective.
 
     Raises:
         NonFiniteError: from the replica with the least progress, if several have made a NaN or an infinity.
         PopxlError: if replicas reach different ops at which they would wait for each other.
     """
-    exchanged: list[Any] = [None] * len(works)
+    exchanged: list[Any] = [None] * len(tasks)
     while True:
         calls: list[_CollectiveCall] = []
         returned: list[Any] = []
         problems: list[tuple[int, NonFiniteError]] = []
-        for work, lowering, device, results in zip(works, lowerings, devices, exchanged, strict=True):
+        for task, lowering, device, results in zip(tasks, lowerings, devices, exchanged, strict=True):
             try:
                 with jax.default_device(device):
-                    calls.append(work.send(results))
+                    calls.append(task.send(results))
             except StopIteration as end:
                 returned.append(end.value)
             except NonFiniteError as problem:
-                problems.append((lowering.steps, problem))
+                problems.append((lowering.executed, problem))
         if problems:
             raise min(problems, key=lambda each: each[0])[1]
         if not calls:
@@ -336,7 +337,7 @@ def run_replicas(
 
 
 def _run_collective(
-    calls: Sequence[_CollectiveCall], lowering: Debugged, devices: Sequence[jax.Device]
+    calls: Sequence[_CollectiveCall], lowering: DebugLowering, devices: Sequence[jax.Device]
 ) -> list[tuple[list[Array], _NonFinite]]:
     """Execute a collective op: results for each replica, and non-finite counts over all operands."""
     op, replicas = calls[0].op, Replicas(len(calls), devices[:1])

@@ -23,7 +23,7 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import size_in_bytes
 from runtime.lowering import remote_buffers as remote
-from runtime.lowering.channels import FAILURE, Channel, Failure, channels_of, prints
+from runtime.lowering.channels import FAILURE, Channel, Failure, State, channels_of, prints
 from runtime.lowering.collectives import devices_meet
 from runtime.plan.compile_options import CompileOptions
 from runtime.plan.decision import Decision
@@ -127,7 +127,7 @@ class Layout:
             for ipu, each in zip(ipus, compile_targets, strict=True)
         }
         self.stages = stages_of(self.compile_options)
-        self.replicas = self.compile_options[ipus[0] if self.stages is None else self.stages.own_index].replicas
+        self.replicas = self.compile_options[ipus[0] if self.stages is None else self.stages.own_ipu].replicas
         self.divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
         # A plan knows only one kind of arrays.
         alike = {t for t in self.unchanged if t is self.resident[t] and t.replica_grouping.num_groups == 1}
@@ -174,8 +174,8 @@ class Layout:
         """Whether only IPUs of other processes hold a variable, stream or buffer."""
         return self.stages is not None and self.compile_options_for(thing).compile_target.is_elsewhere
 
-    def precision(self) -> AbstractContextManager[Any]:
-        """Context enabling 64-bit dtypes in JAX, only for programs using them."""
+    def x64_context(self) -> AbstractContextManager[Any]:
+        """Context enabling 64-bit dtypes in JAX, for programs that use them."""
         return jax.enable_x64(True) if self.uses_x64 else nullcontext()
 
     @property
@@ -264,7 +264,7 @@ class Layout:
 
         return tuple(spec(s) for s in self.used_inputs if s in channels)
 
-    def begin(self, feeds: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[tuple[Array, Any], ...]:
+    def initial_states(self, feeds: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[State, ...]:
         """Initial state of channels: transfer array, and index of the next transfer."""
         given = dict(zip((c for c in channels if c in self.used_inputs), feeds, strict=True))
 
@@ -276,7 +276,7 @@ class Layout:
 
         return tuple((transfers(channel), 0) for channel in channels)
 
-    def end(self, results: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:
+    def fetches(self, results: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:
         """Fetches of a run: output stream transfers, followed by the failed check if the program has checks."""
         known = dict(zip((c for c in channels if not isinstance(c, HostToDeviceStream)), results, strict=True))
         fetches = tuple(known[s] for s in self.outputs if s in known)

@@ -24,7 +24,7 @@ from runtime.lowering.platform_hooks import hooks_for
 from runtime.plan.plan import Plan
 from runtime.program.blocks import VariableBlock
 from runtime.program.compiled import CompiledProgram, begin_run, end_run
-from runtime.program.debugging import Debugged, run_replicas, warn_of_given_nans
+from runtime.program.debugging import DebugLowering, run_replicas, warn_of_given_nans
 from runtime.program.host_arrays import too_many_transfers
 from runtime.program.store import VariableStore
 from runtime.signals import defer_signals
@@ -59,9 +59,9 @@ class Runner:
         self._call: Callable[..., Any] = self._executable
         needs_lock = self._layout.devices_meet and not isinstance(program.executable, Plan)  # segments lock
         self._lock = hooks_for(self._layout.compile_target.platform).collective_lock if needs_lock else None
-        self._by_ops: bool | None = None  # where it is run op by op: whether infinities are reported
-        self._quick: Any = None  # calls the executable in C only, for feeds of these types
-        self._quick_for: tuple[type, ...] | None = None
+        self._debugs_infinities: bool | None = None  # whether `debugging` reports them; `None` outside of it
+        self._c_call: Any = None  # calls the executable without any Python code, for feeds of these types
+        self._c_call_types: tuple[type, ...] | None = None
 
     def run(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
         """Run the program once. Returns the arrays of the output streams, still on the device.
@@ -76,10 +76,10 @@ class Runner:
             feeds = self._global_feeds(feeds)
             store.run_count += 1
         if self._lock is None:
-            fetches = self._called(changing, feeds)
+            fetches = self._call_executable(changing, feeds)
         else:
             with self._lock.acquire(changing) as set_results:
-                fetches = self._called(changing, feeds)
+                fetches = self._call_executable(changing, feeds)
                 set_results(store.changing or fetches)
         if self._divided is not None:
             fetches = self._local_fetches(fetches)
@@ -91,12 +91,12 @@ class Runner:
         self.run_seconds += perf_counter() - start
         return fetches
 
-    def _called(self, changing: tuple[Array, ...], feeds: tuple[Array, ...]) -> tuple[Array, ...]:
+    def _call_executable(self, changing: tuple[Array, ...], feeds: tuple[Array, ...]) -> tuple[Array, ...]:
         """Call the executable and return its fetches."""
         store = self.store
         results: list[Any] = []
         try:
-            if self._quick_for == (*map(type, feeds),):
+            if self._c_call_types == (*map(type, feeds),):
                 # Signals are handled, and may raise, after calls made by Python, and changed variables are donated. So
                 # C calls the executable, and no other call comes before its results are stored. Garbage collection is
                 # off too: JAX would call Python, where signals are handled.
@@ -105,7 +105,7 @@ class Runner:
                     if collects:
                         _GC_BLOCKERS.add(self)
                         disable()
-                    results += starmap(self._quick, ((changing, store.constant, feeds),))
+                    results += starmap(self._c_call, ((changing, store.constant, feeds),))
                     ((store.changing, fetches),) = results
                 finally:
                     if collects:
@@ -115,20 +115,20 @@ class Runner:
                             if not _GC_BLOCKERS:
                                 enable()
             else:
-                fetches = self._call_whole(changing, feeds)
+                fetches = self._call_through_python(changing, feeds)
         except BaseException:
             if store.changing is changing and any(map(_is_lost, changing)):
                 store.changing = None
             raise
         return fetches
 
-    def _call_whole(self, changing: tuple[Array, ...], feeds: tuple[Array, ...]) -> tuple[Array, ...]:
+    def _call_through_python(self, changing: tuple[Array, ...], feeds: tuple[Array, ...]) -> tuple[Array, ...]:
         """Call the executable through Python, with signals deferred: calls that JAX must prepare, and host-executed
         plans. Also runs op-by-op debugging. Returns fetches."""
         store = self.store
-        if self._by_ops is not None:
-            with self._layout.precision():
-                store.changing, fetches = self._op_by_op(changing, feeds, self._by_ops)
+        if self._debugs_infinities is not None:
+            with self._layout.x64_context():
+                store.changing, fetches = self._op_by_op(changing, feeds, self._debugs_infinities)
             return fetches
         before = prepared(self._call)
         fetched: list[tuple[Array, ...]] = []
@@ -137,10 +137,10 @@ class Runner:
             store.changing, fetches = self._call(changing, store.constant, feeds)
             fetched.append(fetches)
 
-        with self._layout.precision():
+        with self._layout.x64_context():
             defer_signals(call)
         if before is not None and before == prepared(self._call) and not self._layout.uses_x64:
-            (self._quick, _), self._quick_for = before, (*map(type, feeds),)
+            (self._c_call, _), self._c_call_types = before, (*map(type, feeds),)
         return fetched[0]
 
     def run_sharing(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -198,14 +198,14 @@ class Runner:
                 f"{required.message}, and it is not."
             )
 
-    # In other ways --------------------------------------------------------------------------------------------------
+    # Recording and debugging ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Timeline]:
         """Record a device execution timeline while the block runs. Complete once the block ends."""
         timeline = self.timeline = Timeline()
         recorder, before = Recorder(timeline), self._call
-        self._quick_for = None
+        self._c_call_types = None
         if isinstance(self._executable, Plan):
             self._call = partial(self._executable, recorder=recorder)
         else:
@@ -224,11 +224,11 @@ class Runner:
                 f"Session.debugging: the program runs on {self._divided}, and what other processes compute cannot be "
                 "looked at here. Run it in one process: with `popxl.Ir(replication=...)`, without `poprun`."
             )
-        before, self._by_ops, self._quick_for = self._by_ops, infinities, None
+        before, self._debugs_infinities, self._c_call_types = self._debugs_infinities, infinities, None
         try:
             yield
         finally:
-            self._by_ops = before
+            self._debugs_infinities = before
 
     def _op_by_op(self, changing: Sequence[Array], feeds: Sequence[Array], infinities: bool) -> Any:
         """Run op by op, equivalent to the executable, without donation."""
@@ -262,15 +262,15 @@ class Runner:
         warn_of_given_nans(zip(arguments, [*changing, *constants, *own], strict=True))
         changed_shares, feed_shares = (list(map(shares, arrays)) for arrays in (changing, own))
         constant = [shares(array, layout.is_replicated(b)) for b, array in zip(layout.constant, constants, strict=True)]
-        lowerings = [Debugged(layout.main.ops, layout.options, replicas, i, infinities) for i in range(count)]
-        works, all_channels = [], list[Channels]()
+        lowerings = [DebugLowering(layout.main.ops, layout.options, replicas, i, infinities) for i in range(count)]
+        tasks, all_channels = [], list[Channels]()
         for i, lowering in enumerate(lowerings):
             own_shares = [[shares[i] for shares in each] for each in (changed_shares, constant, feed_shares)]
             values, channels = begin_run(layout, *own_shares)
             all_channels.append(channels)
-            works.append(lowering.run_ops(layout.main.ops, values, Context(channels)))
+            tasks.append(lowering.run_ops(layout.main.ops, values, Context(channels)))
         with raised_recursion_limit(nesting(layout.main)):
-            environments = run_replicas(works, lowerings, devices)
+            environments = run_replicas(tasks, lowerings, devices)
         runs = [end_run(layout, *each) for each in zip(environments, all_channels, strict=True)]
         changed = tuple(map(stack_replicas, zip(*(changed for changed, _ in runs), strict=True), changing))
         fetched = zip(*(fetches for _, fetches in runs), strict=True)

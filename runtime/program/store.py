@@ -123,7 +123,7 @@ class VariableStore:
         """Mark host copies as written, making an upload due."""
         has_run = self.has_run
         self.host, self.constant = self._host_copies.record_write(), None
-        if has_run:
+        if has_run:  # since the last download, as before the write
             self.device = self._host_copies.new_version()
 
     def present(self) -> tuple[Array, ...]:
@@ -174,7 +174,7 @@ class VariableStore:
                 put_variables(layout, b, new_values) if is_own else None for b, is_own in zip(blocks, own, strict=True)
             ]
 
-        with layout.precision():
+        with layout.x64_context():
             changing = upload_blocks(True, layout.changing)
             changing += [fill_buffer(layout, b, old, new_values) for b, old in zip(layout.buffers, slots, strict=True)]
             return tuple(changing), tuple(upload_blocks(False, layout.constant))
@@ -185,7 +185,7 @@ class VariableStore:
         version = self._host_copies.record_write()  # if this is interrupted, no store takes the host copies for its own
         if layout.changed or layout.stored_to:
             layout.replicas.barrier("Session.weights_to_host", self.run_count)
-        with layout.precision():
+        with layout.x64_context():
             fetched = fetch_values(layout, self.present())
         # The host copies of all variables are of one moment.
         defer_signals(lambda: self.values_of_all.update(write_host_copies(fetched)))
@@ -213,12 +213,12 @@ class VariableStore:
 
     def local_values(self, variables: Sequence[Variable]) -> dict[Variable, np.ndarray] | None:
         """Variable values on this process's first replica; see `transfers.fetch_local`."""
-        with self._layout.precision():
+        with self._layout.x64_context():
             return fetch_local(self._layout, self.present(), variables)
 
     def saved_parts(self, variables: Collection[Variable], is_ahead: bool) -> dict[Variable, list[Part]]:
         """Parts of variable values saved by this process; see `transfers.saved_parts`."""
-        with self._layout.precision():
+        with self._layout.x64_context():
             return saved_parts(self._layout, self.present() if is_ahead else (), variables, is_ahead)
 
     # Variables of other stores --------------------------------------------------------------------------------------

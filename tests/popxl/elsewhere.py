@@ -62,5 +62,5 @@ def layout_for(ir: popxl.Ir, platform: str, devices: int = 1) -> Layout:
 def lowered_text(ir: popxl.Ir, platform: str, devices: int = 1) -> str:
     """The StableHLO of a program for a platform."""
     layout = layout_for(ir, platform, devices)
-    with layout.precision(), recursing_into(layout.main):
+    with layout.x64_context(), recursing_into(layout.main):
         return str(lowered_program(layout).as_text())

@@ -22,17 +22,17 @@ from runtime.plan.segments import Segment
 from runtime.targets.compile_target import CompileTarget
 
 ROLLED = 500
-"""Loops are thought of where calls are not kept if XLA would otherwise compile this many ops again: what is less it
-compiles in seconds, and iterations have kernels that only cut rows out of arrays and put them back."""
+"""Number of ops that loops have to save XLA, where calls are not kept: it compiles fewer in seconds, and iterations
+have kernels that only slice rows out of arrays and write them back."""
 
 SECONDS_AN_OP = {"tpu": 0.1, "gpu": 0.03}
 """Estimated upper bound of XLA's compile time per op, for training steps of language models on two cores. A count, not
 a measured time, so that all processes of a program decide alike."""
 
 LONGEST = 6000
-"""Seconds that XLA may take by that count for what is written out, where nothing is compared: beyond, loops are taken.
-At each point of `docs/costs.md` where both were compiled, loops took at least 1.2 × as long in a run. So what is
-written out repays the seconds of its compiler after five times as many of running, at most eight hours. A program of so
+"""Longest compile time in seconds, by that estimate, of an unrolled program that is not compared with others; above it,
+loops are used. At each point of `docs/costs.md` where both were compiled, loops took at least 1.2 × as long in a run.
+So an unrolled program repays its compile time after five times as much running, at most eight hours. A program of so
 many ops (200 000 on a GPU: some two thousand layers) is trained for longer."""
 
 WITHOUT_PRODUCTS = 2000
@@ -40,8 +40,8 @@ WITHOUT_PRODUCTS = 2000
 
 
 WORTHWHILE = 100_000
-"""Numbers that a dispatch reads and writes, on average, where placing ops on several CPU devices pays: these share the
-cores, and would be kept waiting by the host."""
+"""Numbers that a dispatch reads and writes, on average, from which placing ops on several CPU devices pays: these share
+the cores, and would wait for the host."""
 
 
 class Decision(NamedTuple):
@@ -187,14 +187,14 @@ def _placement(
     main: Graph, options: SessionOptions, compile_target: CompileTarget, changed: Sequence[Tensor], smallest: int | None
 ) -> tuple[IpuPlacement | None, str]:
     """IPU placement, if each IPU is a separate device; plus a sentence explaining why or why not."""
-    count, found = compile_target.count, len(compile_target.devices)
+    count, available = compile_target.count, len(compile_target.devices)
     placement = IpuPlacement(main, count)
     needed = len(placement.ipus) * count
     if len(placement.ipus) <= 1:
         return None, ""
     shown = ", ".join(map(str, placement.ipus))
     placed = f"Ops are on the IPUs {shown}, and each of these is a device of its own."
-    if found >= needed and compile_target.has_parts_elsewhere(len(placement.ipus)):
+    if available >= needed and compile_target.has_parts_elsewhere(len(placement.ipus)):
         if options.placement == "one":
             raise PopxlError(
                 "Session: `ir.options.placement` is 'one', and each process drives some of the IPUs of its replicas. "
@@ -203,8 +203,8 @@ def _placement(
         return placement, placed
     if options.placement == "one":
         why = "`ir.options.placement` says so"
-    elif found < needed:
-        why = f"with {count} replica(s) they would need {needed}, and {found} can be used"
+    elif available < needed:
+        why = f"with {count} replica(s) they would need {needed}, and {available} can be used"
     elif (
         options.placement == "auto"
         and compile_target.platform == "cpu"

@@ -69,27 +69,27 @@ class Clustering:
             batches_updates: whether updates of variables come after all other ops.
         """
         updates = self._updates() if batches_updates else frozenset()
-        late = self._late() | {op for op in updates if not op.modified}
-        through: dict[Op, set[Op]] = {}  # direct and indirect dependencies of an op, including those through late ops
+        sunk = self._sunk() | {op for op in updates if not op.modified}
+        needs: dict[Op, set[Op]] = {}  # ops other than sunk ones that an op comes after, directly or through sunk ones
         for op in self.ops:
-            through[op] = {n for needed in self.needs[op] for n in (through[needed] if needed in late else (needed,))}
-        again = {op: self._operand(op) for op in late}
-        clustered = self._in_order([op for op in self.ops if op not in late], through, updates)
+            needs[op] = {n for needed in self.needs[op] for n in (needs[needed] if needed in sunk else (needed,))}
+        recomputable = {op: self._variable_read(op) for op in sunk}
+        clustered = self._clustered([op for op in self.ops if op not in sunk], needs, updates)
         ordered: list[Op] = []
-        found: set[Op] = set()
+        placed: set[Op] = set()
         written: set[Tensor] = set()
-        for op in (*clustered, *sorted(late, key=self.positions.__getitem__)):
-            if op in found:
+        for op in (*clustered, *sorted(sunk, key=self.positions.__getitem__)):
+            if op in placed:
                 continue
-            before, waiting = {op}, [op]
+            group, waiting = {op}, [op]  # the op, and the sunk ops that it needs
             while waiting:
-                needed = (n for n in self.needs[waiting.pop()] if n in late)
-                repeated = again if op.called_graphs else {}
-                new = {n for n in needed if n not in found or repeated.get(n) not in (None, *written)} - before
-                before |= new
+                needed = (n for n in self.needs[waiting.pop()] if n in sunk)
+                repeated = recomputable if op.called_graphs else {}
+                new = {n for n in needed if n not in placed or repeated.get(n) not in (None, *written)} - group
+                group |= new
                 waiting += new
-            ordered += sorted(before, key=self.positions.__getitem__)
-            found |= before
+            ordered += sorted(group, key=self.positions.__getitem__)
+            placed |= group
             written.update(root for i in op.modified for root in self.signatures.roots(op.inputs[i]))
         return ordered
 
@@ -110,7 +110,7 @@ class Clustering:
                 updates.add(op)
         return updates
 
-    def _operand(self, op: Op) -> Tensor | None:
+    def _variable_read(self, op: Op) -> Tensor | None:
         """Variable of equally many elements that an op reads, such as a cast's; `None` for other ops."""
         if len(op.inputs) != 1 or len(op.outputs) != 1 or op.kind.between_replicas:
             return None
@@ -119,72 +119,73 @@ class Clustering:
         is_variable = len(roots) == 1 and roots[0].producer is None and t.shape == op.outputs[0].shape
         return roots[0] if is_variable else None
 
-    def _late(self) -> AbstractSet[Op]:
-        """Ops on variables only that a single iteration needs, without another op of equal signature. (For constants,
-        iterations would need a table.) And loads from `slots` that are used before the next call, with their room."""
-        made_early: set[Tensor] = set()
-        late: set[Op] = set()
+    def _sunk(self) -> AbstractSet[Op]:
+        """Ops to place right before their first users: ops on variables only that a single iteration needs, without
+        another op of equal signature (for constants, iterations would need a table); and loads from `slots` that are
+        used before the next call, with the allocations of their results."""
+        computed: set[Tensor] = set()  # by other ops
+        sunk: set[Op] = set()
         used: set[Op] = set()  # by ops before the next call
         for op in reversed(self.ops):
             used = set() if op.called_graphs else used
             if op in used and op in self.slots and op.outputs and not op.modified and not self.is_rare[op]:
-                late |= {op, *(n for n in self.needs[op] if not n.inputs and self.followers[n] == [op])}
+                sunk |= {op, *(n for n in self.needs[op] if not n.inputs and self.followers[n] == [op])}
             used |= self.needs[op]
         for op in self.ops:
             is_pure = not (op.modified or op.called_graphs or op.kind.exchange or op.kind.effect)
             roots, followers = self._roots(op), self.followers[op]
-            begins = bool(roots) and made_early.isdisjoint(roots) and not any(isinstance(t, Constant) for t in roots)
+            begins = bool(roots) and computed.isdisjoint(roots) and not any(isinstance(t, Constant) for t in roots)
             is_single = len({self.signatures.signature(each) for each in followers}) == len(followers) > 0
             if is_pure and begins and is_single and not self.is_rare[op]:
-                late.add(op)
-            elif op not in late:
-                made_early.update(op.outputs)
-        return late
+                sunk.add(op)
+            elif op not in sunk:
+                computed.update(op.outputs)
+        return sunk
 
-    def _in_order(self, ops: Sequence[Op], needs: Mapping[Op, AbstractSet[Op]], updates: Container[Op]) -> list[Op]:
-        """Clustered ops, after their dependencies; updates after others."""
+    def _clustered(self, ops: Sequence[Op], needs: Mapping[Op, AbstractSet[Op]], updates: Container[Op]) -> list[Op]:
+        """Ops in the order of clusters, after their dependencies; updates after others."""
         position = {op: i for i, op in enumerate(ops)}
         followers = _followers(ops, needs)
         computed = {t for op in self.ops if op.inputs for t in op.outputs}
         roots_read = {root for op in ops for root in self._roots(op)}
-        ahead = dict.fromkeys(ops, 0)  # number of calls on the longest path of reads that starts at an op
-        is_put_off = dict(self.is_rare)
+        calls_ahead = dict.fromkeys(ops, 0)  # number of calls on the longest path of reads that starts at an op
+        is_deferred = dict(self.is_rare)  # rare, and needed by rare ops only
         for op in reversed(ops):
-            ahead[op] += bool(op.called_graphs) and any(t in roots_read or t in self.returned for t in op.outputs)
+            calls_ahead[op] += bool(op.called_graphs) and any(t in roots_read or t in self.returned for t in op.outputs)
             for needed in needs[op]:
-                ahead[needed] = max(ahead[needed], ahead[op])
-                is_put_off[needed] &= is_put_off[op]
-        missing = {op: len(needs[op]) for op in ops}
+                calls_ahead[needed] = max(calls_ahead[needed], calls_ahead[op])
+                is_deferred[needed] &= is_deferred[op]
+        missing = {op: len(needs[op]) for op in ops}  # number of ops that it comes after, and that are not taken yet
 
         def stays_behind(op: Op) -> bool:
             is_free = self.is_rare[op] and all(t.nelms == 1 for t in op.outputs)
             return computed.isdisjoint(self._roots(op)) and not is_free
 
-        waits = {op: is_put_off[op] or stays_behind(op) for op in ops}
+        keeps_position = {op: is_deferred[op] or stays_behind(op) for op in ops}  # behind all ops that precede it
         ready: list[tuple[bool, bool, int, bool, int]] = []
         ordered: list[Op] = []
-        emitted: set[Op] = set()
-        upto = 0  # all ops before this place are taken
+        taken: set[Op] = set()
+        first = 0  # position of the first op that is not taken
 
-        def offer(op: Op) -> None:
-            if not missing[op] and (not waits[op] or position[op] == upto):
-                heappush(ready, (is_put_off[op], op in updates, ahead[op], self.is_rare[op], position[op]))
+        def push_if_ready(op: Op) -> None:
+            if not missing[op] and (not keeps_position[op] or position[op] == first):
+                heappush(ready, (is_deferred[op], op in updates, calls_ahead[op], self.is_rare[op], position[op]))
 
         for op in ops:
-            offer(op)
+            push_if_ready(op)
         while ready:
             op = ops[heappop(ready)[-1]]
             ordered.append(op)
-            emitted.add(op)
+            taken.add(op)
             for follower in followers[op]:
                 missing[follower] -= 1
-                if not waits[follower]:
-                    offer(follower)
-            before = upto
-            while upto < len(ops) and ops[upto] in emitted:
-                upto += 1
-            if before < upto < len(ops) and waits[ops[upto]]:
-                offer(ops[upto])
+                if not keeps_position[follower]:
+                    push_if_ready(follower)
+            before = first
+            while first < len(ops) and ops[first] in taken:
+                first += 1
+            if before < first < len(ops) and keeps_position[ops[first]]:
+                push_if_ready(ops[first])
         return ordered
 
 

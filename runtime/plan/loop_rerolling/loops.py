@@ -38,10 +38,10 @@ def loops_of(
         batches_updates: see `Clustering.ordered`.
     """
     count = Counter(signatures.signature(op) for op in ops if op.called_graphs)
-    often: Counter[Graph] = Counter()
+    equal_calls: Counter[Graph] = Counter()
     for op in ops:
-        often |= Counter(dict.fromkeys(op.called_graphs, count[signatures.signature(op)]))
-    reasons.update(reasons_of_few(often, signatures.function))
+        equal_calls |= Counter(dict.fromkeys(op.called_graphs, count[signatures.signature(op)]))
+    reasons.update(reasons_of_few(equal_calls, signatures.function))
     if max(count.values(), default=0) < FEWEST:
         return tuple(ops)
     returned = {root for t in outputs for root in signatures.roots(t)}

@@ -108,10 +108,10 @@ def _storages(iteration: Sequence[Op], roots: Roots) -> Iterator[Tensor]:
         yield from (t for t in op.outputs if t.origin is t)
 
 
-def _columns(found: Sequence[Sequence[Tensor]], model: int) -> dict[Tensor, tuple[Tensor, ...]]:
-    """Align storages: per template storage, its counterpart in each iteration."""
+def _columns(storages: Sequence[Sequence[Tensor]], template: int) -> dict[Tensor, tuple[Tensor, ...]]:
+    """Align the storages of all iterations: per template storage, its counterpart in each iteration."""
     columns: dict[Tensor, tuple[Tensor, ...]] = {}
-    for name, *by_iteration in zip(found[model], *found, strict=True):
+    for name, *by_iteration in zip(storages[template], *storages, strict=True):
         if columns.setdefault(name, tuple(by_iteration)) != tuple(by_iteration):
             raise NotRerollable(f"where one turn is given {name!r} twice, another is given two tensors")
     return columns

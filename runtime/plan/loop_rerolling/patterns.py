@@ -45,9 +45,9 @@ def periodic_ranges(signatures: Sequence[int], sizes: Sequence[int], first: int,
     total = [0, *accumulate(sizes)]
     ranges: defaultdict[int, list[PeriodicRange]] = defaultdict(list)
     known: defaultdict[int, set[int]] = defaultdict(set)  # positions in spans, except in their last iterations
-    for place, period in _repeats(signatures, sizes, first, end):
-        if place not in known[period]:
-            start, last = place, place + period
+    for position, period in _repeats(signatures, sizes, first, end):
+        if position not in known[period]:
+            start, last = position, position + period
             while start > first and signatures[start - 1] == signatures[start - 1 + period]:
                 start -= 1
             while last < end and signatures[last] == signatures[last - period]:
@@ -63,12 +63,12 @@ def periodic_ranges(signatures: Sequence[int], sizes: Sequence[int], first: int,
 
 
 def _repeats(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Indices of costly elements, with distances to their next equal element."""
-    places: defaultdict[int, list[int]] = defaultdict(list)
+    """Indices of costly elements, with their distances to the next equal elements, up to `OFTEN` of these."""
+    by_signature: defaultdict[int, list[int]] = defaultdict(list)
     for i in range(first, end):
         if sizes[i]:
-            places[signatures[i]].append(i)
-    for of_form in places.values():
-        for often in range(1, min(OFTEN, len(of_form) - 1) + 1):
-            for place, again in zip(of_form, of_form[often:], strict=False):
-                yield place, again - place
+            by_signature[signatures[i]].append(i)
+    for positions in by_signature.values():
+        for occurrences in range(1, min(OFTEN, len(positions) - 1) + 1):
+            for position, later in zip(positions, positions[occurrences:], strict=False):
+                yield position, later - position

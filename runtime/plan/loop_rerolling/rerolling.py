@@ -72,17 +72,17 @@ class Rerolling(ProgramOrder):
                 not sliced.isdisjoint(loop_input.by_iteration) for loop_input in loop.inputs
             )
             if self._saved_by(loop) < max(1, from_saved) and not _has_products(loop) and not slices_shared:
-                self._write_out(loop, "it computes no products, and would be more kernels in a loop")
+                self._unroll(loop, "it computes no products, and would be more kernels in a loop")
         while True:
-            walk = _PackingAnalysis(self._schedules, signatures, main, resident)
+            analysis = _PackingAnalysis(self._schedules, signatures, main, resident)
             with raised_recursion_limit(nesting(main)):
-                walk.visit_graph(main, {t: t for t in resident})
-            if not walk.refused:
+                analysis.visit_graph(main, {t: t for t in resident})
+            if not analysis.refused:
                 break
-            for loop, reason in walk.refused.items():
-                self._write_out(loop, reason)
-        self.packed = tuple(walk.packed_variables())
-        self.gathered = walk.gathered()
+            for loop, reason in analysis.refused.items():
+                self._unroll(loop, reason)
+        self.packed = tuple(analysis.packed_variables())
+        self.gathered = analysis.gathered()
 
     def schedule(self, graph: Graph) -> Sequence[Item]:
         """Schedule of a graph: ops and loops."""
@@ -127,7 +127,7 @@ class Rerolling(ProgramOrder):
         count = sum(len(op.called_graphs) for loop in self.loops for op in loop.all_ops)
         return f"{count} calls that differ only in what they are given are the turns of {len(self.loops)} loop(s)."
 
-    def _write_out(self, loop: RerolledLoop, reason: str) -> None:
+    def _unroll(self, loop: RerolledLoop, reason: str) -> None:
         """Unroll a loop again."""
         for graph, items in self._schedules.items():
             self._schedules[graph] = tuple(op for item in items for op in (loop.all_ops if item is loop else (item,)))

@@ -7,8 +7,8 @@ from typing import NoReturn
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime.mode_selection import compile_fastest
+from runtime.program.build_layout import layout_for
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
-from runtime.program.laying_out import layout_for
 from runtime.program.run import Runner
 from runtime.program.store import VariableStore
 from runtime.targets.devices import Device, DeviceCount, find_device, model_device

@@ -11,8 +11,8 @@ from popxl.ir import Ir
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
 from runtime.files.cache import cache_mode, cached_mode
+from runtime.program.build_layout import layout_for
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
-from runtime.program.laying_out import layout_for
 from runtime.targets.compile_target import DoesNotFit
 from runtime.targets.devices import Device
 

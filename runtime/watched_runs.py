@@ -22,8 +22,8 @@ from runtime.costs.memory import least_memory_of
 from runtime.jax_analysis import Analysis, analyze
 from runtime.machine import Machine, NothingRuns
 from runtime.pipes import is_broken_pipe
+from runtime.program.build_layout import layout_for
 from runtime.program.compiled import CompiledProgram, Precompiled
-from runtime.program.laying_out import layout_for
 from runtime.program.run import Runner
 from runtime.session import Session
 from runtime.targets.devices import Device

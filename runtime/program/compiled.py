@@ -28,7 +28,7 @@ from runtime.plan.host_steps import HostSteps
 from runtime.plan.plan import Plan
 from runtime.plan.segments import described_state
 from runtime.plan.structure import Structure, clear_cache
-from runtime.program.laying_out import layout_for
+from runtime.program.build_layout import layout_for
 from runtime.program.layout import Layout
 from runtime.progress import compilation, report_compilation
 from runtime.targets.compile_target import HOST

@@ -10,8 +10,8 @@ import jax
 
 import popxl
 from runtime.lowering.lower import recursing_into
+from runtime.program.build_layout import layout_for_target
 from runtime.program.compiled import lowered_program
-from runtime.program.laying_out import lay_out
 from runtime.program.layout import Layout
 from runtime.targets.compile_target import CompileTarget
 from runtime.targets.replicas import Replicas
@@ -56,7 +56,8 @@ def layout_for(ir: popxl.Ir, platform: str, devices: int = 1) -> Layout:
     """A program, laid out for so many devices of a platform: "tpu", "cuda"; or "cpu", as they are."""
     found, count = tuple(jax.local_devices(backend="cpu")[:devices]), ir.instance_replication_factor
     kind = "gpu" if platform == "cuda" else platform  # what such devices say of themselves
-    return lay_out(ir, CompileTarget(found, count) if platform == "cpu" else Elsewhere(found, count, stands_for=kind))
+    target = CompileTarget(found, count) if platform == "cpu" else Elsewhere(found, count, stands_for=kind)
+    return layout_for_target(ir, target)
 
 
 def lowered_text(ir: popxl.Ir, platform: str, devices: int = 1) -> str:

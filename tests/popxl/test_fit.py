@@ -15,8 +15,8 @@ from popxl.__main__ import main
 from popxl.base.choices import as_text, override_choices
 from popxl.errors import PopxlError
 from runtime.costs.memory import least_memory_of, memory_of_program
+from runtime.program.build_layout import layout_for
 from runtime.program.compiled import compile_program
-from runtime.program.laying_out import layout_for
 from runtime.progress import reporting
 from runtime.targets.chip import Cpu
 from runtime.targets.devices import model_device

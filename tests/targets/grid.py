@@ -30,8 +30,8 @@ from popxl.ir import Ir
 from popxl_addons import layers, optimizers
 from runtime import machine, mode_selection
 from runtime.plan.segmentation import SegmentationPolicy
+from runtime.program.build_layout import layout_for
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
-from runtime.program.laying_out import layout_for
 from runtime.targets.devices import Device
 from tests.targets.steps import Sizes
 from tests.targets.tables import Table

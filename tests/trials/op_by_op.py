@@ -33,8 +33,8 @@ from runtime.lowering.platform_hooks import Unordered
 from runtime.lowering.registry import LOWERINGS
 from runtime.lowering.sharing import bind_inputs
 from runtime.machine import Machine
+from runtime.program.build_layout import layout_for
 from runtime.program.compiled import CompiledProgram, Precompiled
-from runtime.program.laying_out import layout_for
 from runtime.program.layout import Layout
 from runtime.targets.devices import Device
 from runtime.targets.replicas import AXIS, Replicas

@@ -1,4 +1,4 @@
-"""Layout of an Ir: device compatibility checks, compilation mode of called graphs, and planning."""
+"""Building the layout of an Ir: checks for its device, the mode of called graphs, and planning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runtime.targets.mesh import dimensions_of
 
 
 def layout_for(ir: Ir, device: Device, mode: str | None = None) -> Layout:
-    """Lay out a program for a device.
+    """Build the layout of a program on a device.
 
     Args:
         mode: mode of called graphs, if it is already decided.
@@ -41,7 +41,7 @@ def layout_for(ir: Ir, device: Device, mode: str | None = None) -> Layout:
         ir.adjacent_replicas,
         memory_limit=_memory_limit(ir, device),
     )
-    layout = lay_out(ir, compile_target, mode)
+    layout = layout_for_target(ir, compile_target, mode)
     if is_divided:
         processes.check_stages(len(layout.compile_options))
     device.check_parts([options.replicas.devices for options in layout.compile_options.values()])
@@ -56,13 +56,13 @@ def _memory_limit(ir: Ir, device: Device) -> int | None:
         return None
     if device.jax_devices[0].platform != "gpu":
         return min(math.ceil(100 * budget / figures.memory_bytes), 100)
-    held = sum(map(size_in_bytes, held_variables(ir.main_graph)))
-    free = 0.8 * figures.memory_bytes - held
-    return max(1, min(math.floor(100 * (budget - held) / free), 95)) if free > 0 else None  # 95 by default
+    variables = sum(map(size_in_bytes, held_variables(ir.main_graph)))
+    free = 0.8 * figures.memory_bytes - variables
+    return max(1, min(math.floor(100 * (budget - variables) / free), 95)) if free > 0 else None  # 95 by default
 
 
-def lay_out(ir: Ir, compile_target: CompileTarget, mode: str | None = None) -> Layout:
-    """Lay out a program for a compile target; see `layout_for`."""
+def layout_for_target(ir: Ir, compile_target: CompileTarget, mode: str | None = None) -> Layout:
+    """Build the layout of a program for a compile target; see `layout_for`."""
     main = ir.main_graph
     resident, written = held_variables(main), written_tensors(main)
     changed = tuple(t for t in resident if t in written)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from popxl.core.tensor import Constant, Tensor, Variable
-from runtime.program.transfers import Given, Part
+from runtime.program.transfers import NewValues, Part
 from runtime.session_variables import SessionVariables
 
 
@@ -75,7 +75,7 @@ class SessionParts:
                 parts[v] = SessionParts(owner).saved_parts([theirs])[theirs]
         return parts
 
-    def write_parts(self, tensors: Given) -> None:
+    def write_parts(self, tensors: NewValues) -> None:
         """Like `write_variables_data`, but reading values in parts: each process reads only parts held by its devices.
         A collective operation of all processes.
 

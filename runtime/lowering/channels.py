@@ -245,44 +245,45 @@ class Channels:
 
     # Into and out of called graphs, loops and branches --------------------------------------------------------------
 
-    def states(self, streams: Sequence[AnyChannel]) -> tuple[State, ...]:
+    def states(self, used: Sequence[AnyChannel]) -> tuple[State, ...]:
         """Channel states as graph inputs."""
-        if COLLECTIVES in streams:
+        if COLLECTIVES in used:
             self._advance_token()
-        return tuple(self._channels[stream] for stream in streams)
+        return tuple(self._channels[channel] for channel in used)
 
-    def set_states(self, streams: Sequence[AnyChannel], states: Sequence[State]) -> None:
+    def set_states(self, used: Sequence[AnyChannel], states: Sequence[State]) -> None:
         """Set the states of some channels, given by a graph's results."""
-        self._channels.update(zip(streams, states, strict=True))
+        self._channels.update(zip(used, states, strict=True))
 
-    def loop_channels(self, streams: Sequence[AnyChannel]) -> LoopChannels:
+    def loop_channels(self, used: Sequence[AnyChannel]) -> LoopChannels:
         """Split some channels into loop-invariant and loop-carried state."""
-        return LoopChannels(self, streams)
+        return LoopChannels(self, used)
 
-    def carried(self, streams: Sequence[AnyChannel]) -> dict[int, Any]:
-        """The loop-carried state of some channels: the index of the next transfer; of output streams, also the array.
+    def carried(self, used: Sequence[AnyChannel]) -> dict[int, Any]:
+        """The loop-carried state of some channels, by their positions in `used`.
 
-        The slots of a remote buffer; the token of the order of collectives.
+        It is the index of the next transfer; of an output stream or the failure flag, also the array; the slots of a
+        remote buffer; the token of collectives.
         """
-        states = zip(streams, self.states(streams), strict=True)
-        return {i: _carried_state(stream, *state) for i, (stream, state) in enumerate(states)}
+        states = zip(used, self.states(used), strict=True)
+        return {i: _carried_state(channel, *state) for i, (channel, state) in enumerate(states)}
 
-    def set_carried(self, streams: Sequence[AnyChannel], positions: dict[int, Any]) -> None:
+    def set_carried(self, used: Sequence[AnyChannel], carried: dict[int, Any]) -> None:
         """Set the loop-carried state of some channels."""
-        for i, stream in enumerate(streams):
-            if isinstance(stream, HostToDeviceStream):
-                self._channels[stream] = (self._channels[stream][0], positions[i])
-            elif isinstance(stream, RemoteBuffer):
-                self.set_slots(stream, positions[i])
-            elif isinstance(stream, CollectiveOrder):
-                self._channels[stream] = (positions[i], None)
+        for i, channel in enumerate(used):
+            if isinstance(channel, HostToDeviceStream):
+                self._channels[channel] = (self._channels[channel][0], carried[i])
+            elif isinstance(channel, RemoteBuffer):
+                self.set_slots(channel, carried[i])
+            elif isinstance(channel, CollectiveOrder):
+                self._channels[channel] = (carried[i], None)
             else:
-                self._channels[stream] = positions[i]
+                self._channels[channel] = carried[i]
         self._slots_before, self._later_slots = self._slots(), {}
 
-    def resume(self, loop_channels: LoopChannels, positions: dict[int, Any], computed: Any) -> None:
+    def resume(self, loop_channels: LoopChannels, carried: dict[int, Any], computed: Any) -> None:
         """Continue after a loop or branch: take over its channel states, and record its results."""
-        self._channels.update(loop_channels.in_iteration(positions)._channels)
+        self._channels.update(loop_channels.in_iteration(carried)._channels)
         self.record_computed(computed)
 
 
@@ -296,26 +297,26 @@ def decode_transfer(value: Array, dtype: dtype_) -> Array:
     return lax.bitcast_convert_type(value, dtype.as_jax()) if dtype.is_float8 else value
 
 
-def _carried_state(stream: AnyChannel, array: Array, position: Position) -> Any:
-    if isinstance(stream, HostToDeviceStream):
+def _carried_state(channel: AnyChannel, array: Array, position: Position) -> Any:
+    if isinstance(channel, HostToDeviceStream):
         return position
-    return array if isinstance(stream, RemoteBuffer | CollectiveOrder) else (array, position)
+    return array if isinstance(channel, RemoteBuffer | CollectiveOrder) else (array, position)
 
 
 class LoopChannels:
     """Channels of a loop: input streams stay outside; other state is loop-carried."""
 
-    def __init__(self, channels: Channels, streams: Sequence[AnyChannel]) -> None:
-        self._streams = streams
+    def __init__(self, channels: Channels, used: Sequence[AnyChannel]) -> None:
+        self._used = used
         self._running = channels.running
-        self._arrays = [transfers for transfers, _ in channels.states(streams)]
-        self.start = jax.tree.map(jnp.asarray, channels.carried(streams))
+        self._arrays = [transfers for transfers, _ in channels.states(used)]
+        self.start = jax.tree.map(jnp.asarray, channels.carried(used))
 
-    def in_iteration(self, positions: dict[int, Any]) -> Channels:
+    def in_iteration(self, carried: dict[int, Any]) -> Channels:
         """The channels of one iteration, given the loop-carried state."""
-        states = {stream: (array, 0) for stream, array in zip(self._streams, self._arrays, strict=True)}
+        states = {channel: (array, 0) for channel, array in zip(self._used, self._arrays, strict=True)}
         channels = Channels(states, self._running)
-        channels.set_carried(self._streams, positions)
+        channels.set_carried(self._used, carried)
         return channels
 
 

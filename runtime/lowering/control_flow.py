@@ -114,18 +114,18 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, context: 
     cond, *inputs = (environment.value_of(t) for t in op.inputs)
     then_branch, else_branch = op.called_graphs
     count = len(then_branch.inputs)
-    streams = lowering.channels_of((op,))
-    loop_channels = context.channels.loop_channels(streams)
+    used = lowering.channels_of((op,))
+    loop_channels = context.channels.loop_channels(used)
 
     def branch(graph: Graph, values: Sequence[Array], when: bool) -> Callable[[Any], Any]:
-        def run(positions: Any) -> Any:
-            channels = loop_channels.in_iteration(positions)
+        def run(channel_state: Any) -> Any:
+            channels = loop_channels.in_iteration(channel_state)
             if lowering.is_vmapped:
                 is_taken = cond.reshape(()) == when
                 is_running = context.channels.running
                 channels.running = is_taken if is_running is None else is_running & is_taken
             results = lowering.lower_call(graph, values, replace(context, channels=channels))
-            return results.outputs[: len(op.outputs)], channels.carried(streams)
+            return results.outputs[: len(op.outputs)], channels.carried(used)
 
         return run
 
@@ -134,8 +134,8 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, context: 
     select = (
         _run_both if lowering.is_vmapped and any(map(is_on_host, jax.tree.leaves(loop_channels.start))) else lax.cond
     )
-    outputs, positions = select(cond.reshape(()), *branches, loop_channels.start)
-    context.channels.resume(loop_channels, positions, outputs)
+    outputs, channel_state = select(cond.reshape(()), *branches, loop_channels.start)
+    context.channels.resume(loop_channels, channel_state, outputs)
     for t, value in zip(op.outputs, outputs, strict=True):
         environment.write(t, value)
 
@@ -239,23 +239,23 @@ class Loop:
 @register_lowering(loop_kind)
 def _loop(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Lower a repeat to `lax.scan`, with channels as loop-carried state."""
-    loop, streams = Loop(op, environment), lowering.channels_of((op,))
-    loop_channels = context.channels.loop_channels(streams)
+    loop, used = Loop(op, environment), lowering.channels_of((op,))
+    loop_channels = context.channels.loop_channels(used)
 
     rows = loop.rows()
 
     def iterate(state: Any, inputs: tuple[Array, Sequence[Array]]) -> Any:
-        (before, positions), (i, sliced) = state, inputs
-        channels = loop_channels.in_iteration(positions)
+        (before, channel_state), (i, sliced) = state, inputs
+        channels = loop_channels.in_iteration(channel_state)
         iteration = loop.begin_iteration(before, i)
         body = context.in_loop_body(channels, sliced_rows=dict(zip(rows, sliced, strict=True)))
         results = lowering.lower_call(loop.graph, iteration.inputs, body, packed=True, sharing=iteration.sharing)
         after, further = loop.end_iteration(iteration, results)
-        return (after, channels.carried(streams)), further
+        return (after, channels.carried(used)), further
 
     (run,) = op.runs
     start, numbers = (loop.start, loop_channels.start), jnp.arange(run.iterations, dtype=jnp.int32)
     is_backwards = run.numbers.step < 0
-    (state, positions), stacked = lax.scan(iterate, start, (numbers, [*rows.values()]), reverse=is_backwards)
-    context.channels.resume(loop_channels, positions, (state, stacked))
+    (state, channel_state), stacked = lax.scan(iterate, start, (numbers, [*rows.values()]), reverse=is_backwards)
+    context.channels.resume(loop_channels, channel_state, (state, stacked))
     loop.finish(state, stacked, environment)

@@ -230,9 +230,9 @@ class Lowering:
         if self.inlines(graph, context, sharing):
             results = self._inline(graph, inputs, context, sharing)
             return results if packed else results.unpacked()
-        streams = self.channels_of(graph.ops)
-        outputs, written, used = self._functions(graph)(tuple(map(load, inputs)), channels.states(streams))
-        channels.set_states(streams, used)
+        used = self.channels_of(graph.ops)
+        outputs, written, states = self._functions(graph)(tuple(map(load, inputs)), channels.states(used))
+        channels.set_states(used, states)
         channels.record_computed((outputs, written))
         return Results(outputs, written)
 
@@ -255,13 +255,13 @@ class Lowering:
 
     def _noinline_function(self, graph: Graph) -> Callable[..., Any]:
         """The jitted function of a graph with noinline calls."""
-        streams = self.channels_of(graph.ops)
+        used = self.channels_of(graph.ops)
 
         def function(inputs: tuple[Array, ...], taken: Any) -> Any:
-            channels = Channels(dict(zip(streams, taken, strict=True)))
+            channels = Channels(dict(zip(used, taken, strict=True)))
             context = Context(channels).in_loop_body(channels)  # as in a loop, because it is called several times
             results = self._inline(graph, inputs, context, Sharing()).unpacked()
-            return results.outputs, results.modified, channels.states(streams)
+            return results.outputs, results.modified, channels.states(used)
 
         function.__name__ = function.__qualname__ = identifier(graph.id) or "graph"
         return noinline(function, in_order=1)

@@ -129,20 +129,20 @@ def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environm
     has_loops = any(isinstance(item, RerolledLoop) for graph in called for item in schedule(graph))
     with overriding_kernels(lowering.replicas.platform, lowering.hooks.overrides):
         builder = _ScanBuilder(loop, environment, lowering.hooks.invariant_row, has_loops)
-    streams = lowering.channels_of(loop.ops)
-    loop_channels = context.channels.loop_channels(streams)
+    used = lowering.channels_of(loop.ops)
+    loop_channels = context.channels.loop_channels(used)
 
     def iterate(state: Any, rows: Sequence[Array]) -> Any:
-        carried, positions = state
-        channels = loop_channels.in_iteration(positions)
+        carried, channel_state = state
+        channels = loop_channels.in_iteration(channel_state)
         body = context.in_loop_body(channels, iterations=len(loop.iterations), only_graph=loop.only_graph)
         values, packed_arrays = builder.begin_iteration(carried, rows)
         after = lowering.lower_ops(loop.ops, values, body)
-        return (builder.end_iteration(rows, after, packed_arrays), channels.carried(streams)), None
+        return (builder.end_iteration(rows, after, packed_arrays), channels.carried(used)), None
 
     start = (builder.start, loop_channels.start)
-    (carried, positions), _ = lax.scan(iterate, start, builder.rows, length=len(loop.iterations))
-    context.channels.resume(loop_channels, positions, carried)
+    (carried, channel_state), _ = lax.scan(iterate, start, builder.rows, length=len(loop.iterations))
+    context.channels.resume(loop_channels, channel_state, carried)
     builder.finish(carried, environment)
 
 

@@ -153,7 +153,7 @@ def _one_program(layout: Layout, executables: Sequence[Any] | None) -> tuple[Any
 
     def compile() -> Any:
         executable = layout.compile_target.compile(lowered)
-        if layout.buffers and layout.compile_options_for(None).has_slots_on_host:
+        if layout.buffers and layout.first_options.has_slots_on_host:
             results = [None] * len(layout.changing) + [*layout.buffers]
             fetched = len(jax.tree.leaves(lowered.out_info)) - len(results)
             remote.check_places(executable.as_text(), results + [None] * fetched, layout.main)
@@ -172,7 +172,7 @@ def lowered_program(layout: Layout) -> Any:
 def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Function for one run of the entire program, and its argument types."""
     scheduling = ProgramOrder() if layout.rerolling is None else layout.rerolling
-    in_order = not (layout.buffers and layout.compile_options_for(None).slots.memory_kind == HOST)
+    in_order = not (layout.buffers and layout.first_options.slots.memory_kind == HOST)
     lowering = Lowering(layout.main.ops, layout.options, layout.mode == "kept", layout.replicas, scheduling, in_order)
     own = tuple(block for block in layout.constant if not layout.is_replicated(block))
     shared = tuple(block for block in layout.constant if layout.is_replicated(block))

@@ -75,6 +75,7 @@ class Layout:
         rerolling: loops of rerolled calls, if there are any.
         options: options of the Ir.
         compile_options: compile options of ops, by IPU if IPUs are separate devices; else by 0, which represents all.
+        first_options: those of the first IPU.
     """
 
     def __init__(
@@ -126,8 +127,10 @@ class Layout:
             ipu: CompileOptions(each, self.options, self.uses_x64)
             for ipu, each in zip(ipus, compile_targets, strict=True)
         }
+        self.first_options = self.compile_options[ipus[0]]
         self.stages = stages_of(self.compile_options)
-        self.replicas = self.compile_options[ipus[0] if self.stages is None else self.stages.own_ipu].replicas
+        own_options = self.first_options if self.stages is None else self.compile_options[self.stages.own_ipu]
+        self.replicas = own_options.replicas
         self.divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
         # A plan knows only one kind of arrays.
         alike = {t for t in self.unchanged if t is self.resident[t] and t.replica_grouping.num_groups == 1}
@@ -165,10 +168,9 @@ class Layout:
             return None
         return self.homes.get(thing.on_replica if isinstance(thing, Variable) else thing)
 
-    def compile_options_for(self, thing: Tensor | Channel | None) -> CompileOptions:
+    def compile_options_for(self, thing: Tensor | Channel) -> CompileOptions:
         """Compile options at a variable's, stream's or buffer's location."""
-        first = next(iter(self.compile_options))
-        return self.compile_options[self.homes.get(thing, first)]
+        return self.compile_options[self.homes[thing]] if thing in self.homes else self.first_options
 
     def is_elsewhere(self, thing: Tensor | Channel) -> bool:
         """Whether only IPUs of other processes hold a variable, stream or buffer."""
@@ -193,7 +195,7 @@ class Layout:
 
     def bytes_of_buffers(self) -> dict[RemoteBuffer, tuple[int, bool]]:
         """Remote buffers used by the program: bytes per device, and whether they reside on the host."""
-        on_host = self.compile_options_for(None).slots.memory_kind == HOST
+        on_host = self.first_options.slots.memory_kind == HOST
         copies = self.replicas.per_device
         return {buffer: (copies * buffer.nbytes, on_host) for buffer in self.buffers}
 
@@ -232,7 +234,7 @@ class Layout:
 
     def changing_specs(self) -> tuple[Any, ...]:
         """Abstract arrays of changed variables and remote buffers, for lowering."""
-        slots = self.compile_options_for(None).slots
+        slots = self.first_options.slots
         buffers = (remote.spec(buffer, self.replicas, slots) for buffer in self.buffers)
         return (*map(self._spec, self.changing), *buffers)
 

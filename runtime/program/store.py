@@ -18,7 +18,7 @@ from popxl.errors import PopxlError, PopxlRuntimeError
 from runtime.program.blocks import VariableBlock
 from runtime.program.layout import Layout
 from runtime.program.transfers import (
-    Given,
+    NewValues,
     Part,
     fetch_local,
     fetch_values,
@@ -141,7 +141,7 @@ class VariableStore:
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
-    def upload(self, new_values: Given | None = None) -> None:
+    def upload(self, new_values: NewValues | None = None) -> None:
         """Upload host values of all variables to the device. Remote buffer slots without variables stay unchanged.
 
         Args:
@@ -163,7 +163,7 @@ class VariableStore:
                 if v.retrieval_mode == "one_per_group":
                     _log.trace(f"Reusing TensorData for d2hWeightBuffer of tensor {v.id}")
 
-    def _uploaded(self, new_values: Given) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def _uploaded(self, new_values: NewValues) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         layout = self._layout
         slots = [None] * len(layout.buffers) if self.changing is None else self.changing[len(layout.changing) :]
         layout.replicas.barrier("Session.weights_from_host", self.run_count)
@@ -196,7 +196,7 @@ class VariableStore:
             if (mapped := v._memmap_arr) is not None:
                 mapped.flush()
 
-    def upload_parts(self, new_values: Given) -> None:
+    def upload_parts(self, new_values: NewValues) -> None:
         """Upload values given in parts. Changed variables without host memory receive values only on the device."""
         on_device = {v for v in self._layout.downloaded if v._memmap_arr is None}
         host_values = {v: read(0, math.prod(v.shape_on_host)) for v, read in new_values.items() if v not in on_device}

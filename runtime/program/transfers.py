@@ -24,8 +24,8 @@ from runtime.targets.replicas import DividedReplicas
 Part = tuple[int, np.ndarray]
 """Part of a variable's host values: index of its first element in the flat values, and elements."""
 
-Given = Mapping[Variable, Callable[[int, int], np.ndarray]]
-"""Gives new values of variables on the host: the flat elements from one index to another, in the variable's dtype."""
+NewValues = Mapping[Variable, Callable[[int, int], np.ndarray]]
+"""New values of variables, as functions: the flat elements from one index to another, in the variable's dtype."""
 
 HostValue = tuple[Variable, np.ndarray, np.ndarray | None]
 """Fetched variable: the variable, a row for each value of its host copy, and a row for each replica if all replicas are
@@ -35,7 +35,7 @@ read."""
 # To the device --------------------------------------------------------------------------------------------------------
 
 
-def put_variables(layout: Layout, block: VariableBlock, new_values: Given) -> Array:
+def put_variables(layout: Layout, block: VariableBlock, new_values: NewValues) -> Array:
     """Create the device array of a block's variables, from host copies or given values."""
     replicas = layout.compile_options_for(block.tensors[0]).replicas
     if layout.is_elsewhere(block.tensors[0]):
@@ -58,7 +58,7 @@ def put_variables(layout: Layout, block: VariableBlock, new_values: Given) -> Ar
     return replicas.transfer(array.reshape(replicas.shape(block.shape)), replicas.sharding())
 
 
-def fill_buffer(layout: Layout, buffer: RemoteBuffer, before: Array | None, new_values: Given) -> Array:
+def fill_buffer(layout: Layout, buffer: RemoteBuffer, before: Array | None, new_values: NewValues) -> Array:
     """Write variables into remote buffer slots; other slots keep their contents from `before`."""
     options = layout.compile_options_for(buffer)
     if layout.is_elsewhere(buffer):
@@ -67,14 +67,14 @@ def fill_buffer(layout: Layout, buffer: RemoteBuffer, before: Array | None, new_
     return remote.fill_buffer(buffer, rows, options.replicas, options.slots, before)
 
 
-def _initial_value(v: Variable, new_values: Given) -> np.ndarray:
+def _initial_value(v: Variable, new_values: NewValues) -> np.ndarray:
     # JAX may keep its argument as the device's memory, even if aliasing is forbidden; so it gets a separate array. Host
     # copies change, and donated memory is overwritten.
     size = math.prod(v.shape_on_host)
     return to_device(new_values[v](0, size).reshape(v.shape_on_host) if v in new_values else v.numbers(), v.dtype)
 
 
-def _rows(v: Variable, new_values: Given) -> Callable[[int], np.ndarray]:
+def _rows(v: Variable, new_values: NewValues) -> Callable[[int], np.ndarray]:
     """Function from a replica number to its initial elements of a variable."""
     elements = new_values.get(v, partial(_host_elements, v))
     return partial(shard_layout(v).row, lambda start, stop: to_device(elements(start, stop), v.dtype))

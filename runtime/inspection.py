@@ -21,7 +21,6 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.values.spec import brief
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of, host_copies_of
-from runtime.plan.plan import Plan
 from runtime.program.compiled import CompiledProgram
 from runtime.program.run import Runner
 from runtime.report import (
@@ -181,7 +180,7 @@ def _size(main: Graph, program: CompiledProgram) -> SizeReport:
     for graph in callees_first(main):
         inner = (written_out[callee] for op in graph.ops for callee in op.called_graphs)
         written_out[graph] = sum(not is_call(op) for op in graph.ops) + sum(inner)
-    plan = program.executable if isinstance(program.executable, Plan) else None
+    plan = program.plan
     texts = {s: s.text() for s in plan.structures} if plan is not None else {None: program.text()}
     segments = [segment.structure for segment in plan.segments] if plan is not None else [None]
     sizes = {structure: _text_written_out(text) for structure, text in texts.items()}
@@ -267,12 +266,12 @@ def _streams(program: CompiledProgram) -> tuple[StreamReport, ...]:
 
 
 def _segment_reports(main: Graph, program: CompiledProgram, ops: dict[Graph, int]) -> tuple[PieceReport, ...]:
-    if not isinstance(program.executable, Plan):
+    plan = program.plan
+    if plan is None:
         (executable,) = program.executables()
         text = len(program.text())
         sizes = _sizes(executable)
         return (PieceReport(name="the program", runs=1, ops=ops[main], text=text, seconds=program.seconds, **sizes),)
-    plan = program.executable
     first = {segment.structure: segment for segment in reversed(plan.segments)}
     return tuple(
         PieceReport(

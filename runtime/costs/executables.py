@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runtime.plan.plan import Plan
 from runtime.plan.structure import Structure
 from runtime.program.compiled import CompiledProgram
 
@@ -21,16 +20,16 @@ def check_whole(program: CompiledProgram, what: str) -> None:
 
 def texts(program: CompiledProgram) -> dict[str, str]:
     """HLO text of each executable, keyed by its purpose. See `Session.hlo`."""
-    if not isinstance(program.executable, Plan):
+    plan = program.plan
+    if plan is None:
         return {"the program": program.executable.as_text()}
     text_of_purpose: dict[str, str] = {}
-    for place, pair in program.executable.ends.items():
+    for ipu, pair in plan.ends.items():
         for name, executable in zip(("feeds", "fetches"), pair, strict=True):
-            text_of_purpose[
-                _unused(f"{name} of IPU {place}" if len(program.layout.ipus) > 1 else name, text_of_purpose)
-            ] = executable.as_text()
-    first = {segment.structure: segment.name for segment in reversed(program.executable.segments)}
-    for structure in program.executable.structures:
+            purpose = f"{name} of IPU {ipu}" if len(program.layout.ipus) > 1 else name
+            text_of_purpose[_unused(purpose, text_of_purpose)] = executable.as_text()
+    first = {segment.structure: segment.name for segment in reversed(plan.segments)}
+    for structure in plan.structures:
         text_of_purpose[_unused(first[structure], text_of_purpose)] = structure.executable.as_text()
     return text_of_purpose
 
@@ -45,8 +44,9 @@ def _unused(name: str, names: Mapping[str, object]) -> str:
 
 def executables_of(program: CompiledProgram) -> Iterator[tuple[Structure | None, Any, int]]:
     """Executables, each with its segment structure (`None` outside of segments) and its executions per run."""
-    if not isinstance(program.executable, Plan):
+    plan = program.plan
+    if plan is None:
         yield None, program.executable, 1
         return
-    yield from ((None, executable, 1) for pair in program.executable.ends.values() for executable in pair)
-    yield from ((structure, structure.executable, times) for structure, times in program.executable.runs.items())
+    yield from ((None, executable, 1) for pair in plan.ends.values() for executable in pair)
+    yield from ((structure, structure.executable, times) for structure, times in plan.runs.items())

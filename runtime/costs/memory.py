@@ -16,7 +16,6 @@ from popxl.analysis.memory import (
 )
 from popxl.ir import Ir
 from popxl.values.spec import brief, size_in_bytes
-from runtime.plan.plan import Plan
 from runtime.program.compiled import CompiledProgram
 from runtime.program.layout import Layout
 
@@ -36,7 +35,7 @@ def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
     return Memory(
         **memories[fullest].model_dump(exclude={"name", "device"}),
         name=f"{ir!r}, on each device" if len(layout.devices) > 1 else repr(ir),
-        source="pieces" if isinstance(program.executable, Plan) else "program",
+        source="program" if program.plan is None else "pieces",
         devices=devices,
         buffers_on_host=buffers,
         variables_on_host=variables_on_host(ir.main_graph),
@@ -77,10 +76,10 @@ def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
     layout = program.layout
     variables, buffers, arguments = _arguments(layout, ipu)
     streams = layout.bytes_of_streams()
-    if isinstance(program.executable, Plan):
+    if program.plan is not None:
         moments, _ = _steps(ir, program, ipu)
         temporaries = max((moment.bytes for moment in moments), default=0)
-        segments = (segment for segment in program.executable.segments if segment.ipu == ipu)
+        segments = (segment for segment in program.plan.segments if segment.ipu == ipu)
         executables = tuple(structure.executable for structure in dict.fromkeys(s.structure for s in segments))
     else:
         temporaries, executables = program.temporaries(), program.executables()
@@ -98,7 +97,7 @@ def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
 
 def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
     """Steps on an IPU's device, and values live between these steps."""
-    if not isinstance(program.executable, Plan):
+    if program.plan is None:
         copies = program.layout.replicas.per_device
         steps = steps_of(ir.main_graph, lambda t: copies * size_in_bytes(t))
         return tuple(steps.moments), tuple(steps.tensors)

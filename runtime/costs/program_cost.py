@@ -27,7 +27,6 @@ from runtime.costs.step import timeline_of
 from runtime.costs.step_timeline import StepTimeline, combined
 from runtime.costs.work import Account, Collective, account_of, is_kernel, work_of
 from runtime.lowering.channels import Channel
-from runtime.plan.plan import Plan
 from runtime.plan.structure import Structure
 from runtime.program.compiled import CompiledProgram
 from runtime.targets.chip import Chip, Tpu
@@ -311,7 +310,7 @@ def _sizes(program: CompiledProgram) -> dict[str, Any]:
         "temporary_bytes": program.temporaries(),
         "host_bytes": on_host + max(each.host_temp_size_in_bytes for each in analyses),
     }
-    if not isinstance(program.executable, Plan):
+    if program.plan is None:
         (analysis,) = analyses
         return sizes | {
             "argument_bytes": analysis.argument_size_in_bytes,

@@ -71,24 +71,29 @@ class CompiledProgram:
     is_cached: bool
 
     @property
+    def plan(self) -> Plan | None:
+        """The executable, if it is a plan."""
+        return self.executable if isinstance(self.executable, Plan) else None
+
+    @property
     def is_serializable(self) -> bool:
         """Whether XLA compiled all executables in this process. Executables from files or caches cannot be serialized
         again: after loading, XLA for CPUs no longer has their code in serializable form."""
-        segments = self.executable.structures if isinstance(self.executable, Plan) else ()
+        segments = () if self.plan is None else self.plan.structures
         return not self.is_cached and _cached.isdisjoint(segments)
 
     def executables(self) -> tuple[Any, ...]:
         """All distinct JAX executables of the program, in deterministic order."""
-        if isinstance(self.executable, Plan):
-            ends = (each for pair in self.executable.ends.values() for each in pair if each is not None)
-            return (*ends, *(structure.executable for structure in self.executable.structures))
-        return (self.executable,)
+        if self.plan is None:
+            return (self.executable,)
+        ends = (each for pair in self.plan.ends.values() for each in pair if each is not None)
+        return (*ends, *(structure.executable for structure in self.plan.structures))
 
     def temporaries(self) -> int:
         """Temporary device memory of one run in bytes, excluding variables and streams."""
-        if isinstance(self.executable, Plan):
-            return self.executable.temporaries()
-        return self.executable.memory_analysis().temp_size_in_bytes
+        if self.plan is None:
+            return self.executable.memory_analysis().temp_size_in_bytes
+        return self.plan.temporaries()
 
 
 _cached: WeakSet[Structure] = WeakSet()  # segments that may have come from a file or cache, in any program

@@ -21,7 +21,6 @@ from runtime.jax_private import prepared
 from runtime.lowering.channels import FAILURE, TRANSFERS, Channel, Channels
 from runtime.lowering.context import Context
 from runtime.lowering.platform_hooks import hooks_for
-from runtime.plan.plan import Plan
 from runtime.program.blocks import VariableBlock
 from runtime.program.compiled import CompiledProgram, begin_run, end_run
 from runtime.program.debugging import DebugLowering, run_replicas, warn_of_given_nans
@@ -50,14 +49,14 @@ class Runner:
 
     def __init__(self, program: CompiledProgram, store: VariableStore) -> None:
         self._layout = program.layout
-        self._executable = program.executable
+        self._executable, self._plan = program.executable, program.plan
         self.store = store
         self.runs, self.run_seconds = 0, 0.0
         self.timeline: Timeline | None = None
         self._outputs, self._divided = self._layout.outputs, self._layout.divided
         self._prints, self._checks = self._layout.prints, self._layout.checks
         self._call: Callable[..., Any] = self._executable
-        needs_lock = self._layout.devices_meet and not isinstance(program.executable, Plan)  # segments lock
+        needs_lock = self._layout.devices_meet and self._plan is None  # segments lock
         self._lock = hooks_for(self._layout.compile_target.platform).collective_lock if needs_lock else None
         self._debugs_infinities: bool | None = None  # whether `debugging` reports them; `None` outside of it
         self._c_call: Any = None  # calls the executable without any Python code, for feeds of these types
@@ -206,8 +205,8 @@ class Runner:
         timeline = self.timeline = Timeline()
         recorder, before = Recorder(timeline), self._call
         self._c_call_types = None
-        if isinstance(self._executable, Plan):
-            self._call = partial(self._executable, recorder=recorder)
+        if self._plan is not None:
+            self._call = partial(self._plan, recorder=recorder)
         else:
             self._call = partial(recorder, "the program", self._executable)
         try:

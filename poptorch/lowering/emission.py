@@ -17,7 +17,7 @@ from poptorch.base.dtypes import device_dtype
 from poptorch.base.patching import patched
 from poptorch.capture.trace import Node, Trace, Value
 from poptorch.errors import createPoptorchError
-from poptorch.lowering.operands import broadcast
+from poptorch.lowering.operands import broadcast, copied_to_ipu
 from poptorch.lowering.registry import lowering_of
 from popxl import ops
 from popxl.context import get_current_context
@@ -149,6 +149,7 @@ class Emission:
         self.seeds = SeedSequence(seed, derives=not is_part)
         self._placed = placed
         self._functions: dict[Trace, _Function] = {}
+        self._copies: dict[tuple[popxl.Tensor, int], popxl.Tensor] = {}
         self.wanted: tuple[popxl.TensorSpec, ...] = ()
 
     def bind(self, values: Iterable[Value], tensors: Iterable[popxl.Tensor]) -> None:
@@ -237,7 +238,7 @@ class Emission:
             if self._placed:
                 unit = node.placement.unit
                 stack.enter_context(popxl.ipu(unit))
-                arguments = pytree.tree_map_only(popxl.Tensor, lambda t: _copied_to_ipu(t, unit), arguments)
+                arguments = pytree.tree_map_only(popxl.Tensor, lambda t: self._on_ipu(t, unit), arguments)
             if node.scope:
                 stack.enter_context(popxl.name_scope(node.scope))
             try:
@@ -250,6 +251,12 @@ class Emission:
                 self.tensors[id(value)] = ops.detach(t) if i in node.stops else t
         if node.placement.phase is not None:
             self.phases |= dict.fromkeys(popxl.gcg().ops[count:], node.placement.phase)
+
+    def _on_ipu(self, t: popxl.Tensor, unit: int) -> popxl.Tensor:
+        """A tensor on an IPU: copied there once, if it is on another. Inputs reside where first used."""
+        if (t, unit) not in self._copies:
+            self._copies[t, unit] = copied_to_ipu(t, unit)
+        return self._copies[t, unit]
 
     def _plain(self, argument: Any) -> Any:
         """Convert an argument for lowerings: values to tensors, PyTorch dtypes to popxl dtypes."""
@@ -306,11 +313,6 @@ def _with_spec_of(t: popxl.Tensor, value: Value) -> popxl.Tensor:
     if t.shape == wanted.shape:
         return t
     return ops.reshape(t, wanted.shape) if t.nelms == prod(wanted.shape) else broadcast(t, shape=wanted.shape)
-
-
-def _copied_to_ipu(t: popxl.Tensor, unit: int) -> popxl.Tensor:
-    """A tensor on an IPU; copies it from another IPU if necessary. Inputs reside where first used."""
-    return t if t.location[0] in (unit, None) else ops.ipu_copy(t, unit)
 
 
 def drawing(nodes: Sequence[Node]) -> list[Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import popxl
@@ -17,7 +17,7 @@ from poptorch.lowering.emission import spec_of
 from poptorch.options import Options
 from poptorch.program.recomputation import Recomputation
 from popxl import ops
-from popxl.extend.graphs import leading_to
+from popxl.extend.graphs import leading_to, reading_ipus
 from popxl.extend.memory import current_request
 from popxl.transforms import GradGraphInfo
 from popxl_addons.transforms.planned_gradients import PlannedGradients
@@ -186,6 +186,19 @@ class ModelGraph:
                     + (f"; there is {', '.join(near)}." if near else ".")
                     + " `getTensorNames()` lists all."
                 )
+
+    @cached_property
+    def ipus(self) -> Mapping[str, int]:
+        """IPU that reads each input first, by key of the input."""
+        readers = reading_ipus(self.graph)
+        ipus = {key: next(iter(readers.get(t, ())), None) for key, t in self.inputs.items()}
+        return {key: ipu for key, ipu in ipus.items() if ipu is not None}
+
+    @cached_property
+    def read_by_gradient(self) -> frozenset[popxl.Tensor]:
+        """Tensors of the forward graph that the gradient graph reads."""
+        expected = () if self.gradient is None else self.gradient.expected_inputs
+        return frozenset(e.fwd_tensor for e in expected if e.is_activation)
 
     @cached_property
     def half_gradients(self) -> frozenset[str]:

@@ -11,7 +11,8 @@ state of the optimiser, the results kept so far. The model itself is one graph, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from poptorch.capture.trace import Value
 from poptorch.enums import MeanReductionStrategy, OutputMode
 from poptorch.errors import createPoptorchError
 from poptorch.lowering.emission import spec_of
-from poptorch.lowering.operands import cast_like
+from poptorch.lowering.operands import cast_like, copied_to_ipu
 from poptorch.placement.strategies import _IPhasedExecution
 from poptorch.program.gradient_sums import GradientSums
 from poptorch.program.model_graph import GRADIENT, INDEX, LARGEST, RANDOM, SLOT, UPDATED, VALUES, ModelGraph, Tensors
@@ -32,7 +33,9 @@ from poptorch.program.passes import Passes, Phases, Weight
 from poptorch.program.program_io import ProgramIO, Result
 from poptorch.program.request import ProgramRequest
 from poptorch.program.returned import Returned, iteration_slot, result_slot
+from poptorch.program.state_layout import LOSS_SCALE_FACTOR
 from poptorch.program.storage import Storage, Stored
+from poptorch.program.updates import at_ipu
 from poptorch.settings.locations import is_off_chip
 from popxl import ops
 
@@ -78,8 +81,6 @@ class Program:
         self._storage = Storage(ir)
         self._weights: dict[str, Stored] = {}
         self._sums: GradientSums | None = None
-        if update is not None:
-            self._sums = GradientSums(request, update, self._replicas, self._weights)
         with self.ir.main_graph, popxl.in_sequence():
             requested = [r.value for r in self._returned if isinstance(r.value, str)]
             trained = None if update is None else update.names
@@ -88,13 +89,16 @@ class Program:
                 ir, captured, self._leaves, self._outputs(), requested, self.loss, trained, options, name
             )
             self.io.names = self._model.names
+            if update is not None:
+                self._sums = GradientSums(request, update, self._replicas, self._weights, self._model.ipus)
             tensors = self._declared(host, request.seed)
             self._passes = self._with_transfers()
             results = self._all_iterations(tensors)
             for number, (result, t) in enumerate(zip(self._returned, results, strict=True)):
                 assert t is not None
                 stream = popxl.d2h_stream(t.shape, t.dtype, f"output{number}")
-                ops.host_store(stream, t)
+                with self._on_ipu_of(result):
+                    ops.host_store(stream, t)
                 self.io.outputs.append(Result(stream, self._spec(result).shape, self._count(result), result.anchor))
 
     def _check_buffers(self) -> None:
@@ -148,7 +152,8 @@ class Program:
             for number, result in enumerate(self._returned):
                 spec = self._spec(result)
                 shape = spec.shape if result.is_single else (self._count(result), *spec.shape)
-                tensors[f"//output{number}"] = ops.init(shape, spec.dtype, f"output{number}", "zero")
+                with self._on_ipu_of(result):
+                    tensors[f"//output{number}"] = ops.init(shape, spec.dtype, f"output{number}", "zero")
         return tensors
 
     @property
@@ -168,7 +173,8 @@ class Program:
                     tensors[f"/{leaf}"] = _noise(popxl.TensorSpec(shape, spec.dtype), number)
                     continue
                 self.io.inputs[number] = popxl.h2d_stream(shape, spec.dtype, leaf)
-                tensors[f"/{leaf}"] = ops.host_load(self.io.inputs[number], leaf)
+                with at_ipu(self._model.ipus.get(f"/{leaf}")):
+                    tensors[f"/{leaf}"] = ops.host_load(self.io.inputs[number], leaf)
         for number, value in enumerate(self._captured.slots):
             key, shape = f"{SLOT}{number}", (micro_batches,) if micro_batches > 1 else ()
             self.io.counted.append(popxl.h2d_stream(shape, spec_of(value).dtype, key.lstrip("/")))
@@ -248,7 +254,8 @@ class Program:
         with graph, popxl.in_sequence():
             own = {k: graph.add_input(t.spec, k.lstrip("/"), by_ref=True) for k, t in tensors.items()}
             body(own)
-        ops.repeat(graph, count, inputs_dict={own[key]: t for key, t in tensors.items()})
+        overlap = self._options.execution_strategy.overlaps_stages
+        ops.repeat(graph, count, inputs_dict={own[key]: t for key, t in tensors.items()}, overlap=overlap)
 
     def _device_iteration(self, tensors: Tensors) -> list[popxl.Tensor | None]:
         accumulation = self._batching.gradient_accumulation
@@ -259,17 +266,13 @@ class Program:
             return self._micro_batch(tensors)[0]
         results: list[popxl.Tensor | None] = []
         if accumulation > 1:
-            sums: Tensors = {}
-            for name, stored in self._sums.accumulators.items():
-                spec = stored.local_spec
-                zeros = ops.init(spec.shape, spec.dtype, f"Accum___{name}", "zero", spec.meta_shape)
-                if stored.buffer is None:
-                    sums[f"//sum/{name}"] = zeros
-                else:
-                    stored.store(zeros, None)
+            sums = {f"//sum/{name}": zeros for name, zeros in self._sums.zeros().items()}
             if self._adjusting:
                 sums[LARGEST] = ops.init((), popxl.float32, "largest_gradient", "zero")
-            self._loop(accumulation, "micro_batch", self._accumulate, tensors | sums)
+            # The optimiser's state is not among them: each tensor of it is where its parameter is updated.
+            state = {f"//{name}" for name in self.io.state} - {f"//{LOSS_SCALE_FACTOR}"}
+            read = {key: t for key, t in tensors.items() if key not in state}
+            self._loop(accumulation, "micro_batch", self._accumulate, read | sums)
             stored_sums = self._sums.accumulators
             summed = {name: partial(self._sums.total, name, sums.get(f"//sum/{name}")) for name in stored_sums}
             is_lazy = any(stored.buffer is not None for stored in stored_sums.values())
@@ -315,11 +318,20 @@ class Program:
         """Shape and dtype of one micro-batch's result."""
         if isinstance(result.value, Value):
             return spec_of(result.value)
-        if result.value in self._model.anchored:
-            t = self._model.anchored[result.value]
-        else:
-            t = self._model.inputs[result.value.removeprefix(GRADIENT).removeprefix(UPDATED)]
+        t = self._tensor(result)
         return popxl.TensorSpec(t.shape, t.dtype)
+
+    def _tensor(self, result: Returned) -> popxl.Tensor:
+        """Tensor of the model's graph that a result is, or is the gradient or the updated value of."""
+        if isinstance(result.value, Value):
+            return self._model.emission.tensor(result.value)
+        if result.value in self._model.anchored:
+            return self._model.anchored[result.value]
+        return self._model.inputs[result.value.removeprefix(GRADIENT).removeprefix(UPDATED)]
+
+    def _on_ipu_of(self, result: Returned) -> AbstractContextManager[Any]:
+        """Context in which ops are on the IPU of a result."""
+        return at_ipu(self._tensor(result).location[0])
 
     @property
     def _adjusting(self) -> frozenset[str]:
@@ -342,18 +354,23 @@ class Program:
             for key, t in self._model.inputs.items()
             if key not in self._weights or self._weights[key].is_plain
         }
+        if INDEX in tensors:  # before the model, so that the next micro-batch may begin while this one is in the model
+            index = ops.identity(tensors[INDEX])
+            ops.add_(tensors[INDEX], popxl.constant(1, popxl.int32))
+            tensors = tensors | {INDEX: index}
         made = self._passes.forward(arguments, tensors)
         values_by_key: dict[int | str, popxl.Tensor] = {
             id(value): made[self._model.emission.tensor(value)] for value in self._outputs()
         }
         gradients: Tensors = {}
+        read_later = self._model.read_by_gradient
+        early = [name for name in self._updated if self._model.inputs.get(name) not in read_later]
+        self._store_buffers(early, values_by_key, tensors)
         if self._model.gradient is not None and self.loss is not None:
             start = self._loss_gradient(values_by_key[id(self.loss)], tensors)
             by_parameter = self._passes.backward(start, made, tensors)
             gradients = {name: by_parameter[t] for name, t in self._model.trained.items()}
-        for name, value in self._updated.items():
-            new = values_by_key[id(value)]
-            ops.var_updates.copy_var_update_(tensors[name], new)
+        self._store_buffers([name for name in self._updated if name not in early], values_by_key, tensors)
         values_by_key |= {name: made[t] for name, t in self._model.anchored.items()}
         values_by_key |= {GRADIENT + name: gradient for name, gradient in gradients.items()}
         results = [values_by_key.get(result.key) for result in self._returned]
@@ -361,8 +378,15 @@ class Program:
             for number, (result, t) in enumerate(zip(self._returned, results, strict=True)):
                 if t is not None:
                     self._keep(result, t, tensors[f"//output{number}"], self._slot(result, tensors[INDEX]))
-            ops.add_(tensors[INDEX], popxl.constant(1, popxl.int32))
         return results, gradients
+
+    def _store_buffers(self, names: Iterable[str], values: Mapping[int | str, popxl.Tensor], tensors: Tensors) -> None:
+        """Overwrite buffers by new values, on the IPU that reads them."""
+        for name in names:
+            new = values[id(self._updated[name])]
+            ipu = self._model.ipus.get(name, new.location[0])
+            with at_ipu(ipu):
+                ops.var_updates.copy_var_update_(tensors[name], copied_to_ipu(new, ipu))
 
     def _outputs(self) -> list[Value]:
         """Values returned by the model graph."""
@@ -378,8 +402,10 @@ class Program:
             return seed
         t = tensors[key]
         if INDEX in tensors and key.startswith("/"):
-            rows = ops.dynamic_slice(t, tensors[INDEX], axes=[0], sizes=[1], no_overlap=True)
-            return ops.reshape(rows, t.shape[1:])
+            with at_ipu(ipu := self._model.ipus.get(key)):
+                index = copied_to_ipu(tensors[INDEX], ipu)
+                rows = ops.dynamic_slice(t, index, axes=[0], sizes=[1], no_overlap=True)
+                return ops.reshape(rows, t.shape[1:])
         return t
 
     def _slot(self, result: Returned, iteration: popxl.Tensor) -> popxl.Tensor:
@@ -390,12 +416,16 @@ class Program:
 
     def _keep(self, result: Returned, t: popxl.Tensor, kept: popxl.Tensor, slot: popxl.Tensor) -> None:
         """Store a result in its output tensor: add, overwrite, or write one slot."""
-        if result.mode is OutputMode.Sum:
-            ops.add_(kept, t)
-        elif result.mode is OutputMode.Final:
-            ops.var_updates.copy_var_update_(kept, t)
-        else:
-            ops.dynamic_update_(kept, slot, ops.reshape(t, (1, *t.shape)), axes=[0], sizes=[1], no_overlap=True)
+        with self._on_ipu_of(result):
+            ipu, _ = self._tensor(result).location
+            t = copied_to_ipu(t, ipu)
+            if result.mode is OutputMode.Sum:
+                ops.add_(kept, t)
+            elif result.mode is OutputMode.Final:
+                ops.var_updates.copy_var_update_(kept, t)
+            else:
+                t, slot = ops.reshape(t, (1, *t.shape)), copied_to_ipu(slot, ipu)
+                ops.dynamic_update_(kept, slot, t, axes=[0], sizes=[1], no_overlap=True)
 
     # Gradients ------------------------------------------------------------------------------------------------------
 
@@ -407,7 +437,8 @@ class Program:
             scale = scale * (1 / self._replicas)
         if not isinstance(scale, popxl.Tensor):
             return popxl.constant(np.full(loss.shape, scale), loss.dtype, "loss_gradient")
-        return cast_like(scale, loss.dtype) * popxl.constant(np.ones(loss.shape), loss.dtype)
+        with at_ipu(loss.location[0]):
+            return cast_like(scale, loss.dtype) * popxl.constant(np.ones(loss.shape), loss.dtype)
 
     def _accumulate(self, tensors: Tensors) -> None:
         """Run a micro-batch and accumulate its gradients."""

@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -55,13 +56,15 @@ import torch
 
 import popxl
 from poptorch.base.logging_ import logger
+from poptorch.lowering.operands import copied_to_ipu
 from poptorch.program.gradient_scale import adjust_loss_scale, gradient_scale, largest_magnitude, sum_of_squares
 from poptorch.program.hyperparameters import Hyperparameters, display_name
 from poptorch.program.rules import RULES, SGD, Key, classes_of, rule_of
 from poptorch.program.state_layout import LOSS_SCALE_FACTOR, STEP, StateLayout
 from poptorch.program.storage import Stored
 from popxl import ops
-from popxl.extend.graphs import Readers, reading_ipus
+from popxl.context import get_current_context
+from popxl.extend.graphs import reading_ipus
 from popxl.tensor import Variable
 
 Tensors = Mapping[str, popxl.Tensor]
@@ -253,7 +256,8 @@ class Update:
             readers = reading_ipus(popxl.gcg())
             for name in names:
                 gradient = gradients[name]
-                with _at_reader(parameters.get(name, gradient), readers):
+                parameter = parameters.get(name, gradient)
+                with at_ipu(next(iter(readers.get(parameter, ())), parameter.location[0])):
                     self._step(name, parameters.get(name), gradient, scale, operand, state, stored_weights[name])
             half = [name for name in names if stored_weights[name].spec.dtype == popxl.float16]
             if self.adjusts and (half or largest is not None):
@@ -302,16 +306,26 @@ class Update:
         """Reduce many tensors to one number, equal on all replicas, even for tensors that differ between replica
         groups, and for sharded ones.
         """
+        combine = ops.add if over_groups == "add" else ops.maximum
         sizes = {name: self._groupings[name].group_size if name in self._groupings else None for name in tensors}
         sizes |= dict.fromkeys((name for name in tensors if name in sharded), 1)
         partial_results = []
         for size in dict.fromkeys(sizes.values()):
-            partial_result = kind(*(t for name, t in tensors.items() if sizes[name] == size))
+            by_ipu = defaultdict[int | None, list[popxl.Tensor]](list)
+            for name, t in tensors.items():
+                if sizes[name] == size:
+                    by_ipu[t.location[0]].append(t)
+            of_ipus = []
+            for ipu, there in by_ipu.items():
+                with at_ipu(ipu):
+                    of_ipus.append(kind(*there))
+            here = get_current_context().ipu_id
+            partial_result = functools.reduce(combine, [copied_to_ipu(t, here) for t in of_ipus])
             if size is not None:
                 partial_result = ops.collectives.replicated_all_reduce(partial_result, over_groups)
                 partial_result = partial_result / float(size) if over_groups == "add" else partial_result
             partial_results.append(partial_result)
-        return functools.reduce(ops.add if over_groups == "add" else ops.maximum, partial_results)
+        return functools.reduce(combine, partial_results)
 
 
 def _on_device(name: str, value: np.ndarray, grouping: popxl.ReplicaGrouping | None) -> Stored:
@@ -319,7 +333,6 @@ def _on_device(name: str, value: np.ndarray, grouping: popxl.ReplicaGrouping | N
     return Stored(v.spec, v, v)
 
 
-def _at_reader(t: popxl.Tensor, readers: Readers) -> AbstractContextManager[Any]:
-    """Place ops on the first IPU that reads a tensor; otherwise on its own IPU, if known."""
-    ipu = next(iter(readers.get(t, ())), t.location[0])
+def at_ipu(ipu: int | None) -> AbstractContextManager[Any]:
+    """Context in which ops are on an IPU; the current context for `None`."""
     return nullcontext() if ipu is None else popxl.ipu(ipu)

@@ -14,16 +14,23 @@ Readers = Mapping[Tensor, Collection[int | None]]
 """IPUs that read each tensor of a graph, in order of their first reader."""
 
 
+def ipus_by_graph(main: Graph) -> dict[Graph, set[int | None]]:
+    """Map a graph, and the graphs that it calls, to the IPUs of their ops, including those of called graphs."""
+    ipus: dict[Graph, set[int | None]] = {}
+    for graph in callees_first(main):
+        ipus[graph] = {op.ipu for op in graph.ops}.union(*(ipus[each] for op in graph.ops for each in op.called_graphs))
+    return ipus
+
+
 def reading_ipus(main: Graph) -> Readers:
     """Map each tensor of a graph to the IPUs of its readers, in reader order.
 
     A called graph on several IPUs reads its inputs where its ops do; one on a single IPU runs where it is called. Ops
     that overwrite a tensor do not count.
     """
-    ipus: dict[Graph, set[int | None]] = {}
+    ipus = ipus_by_graph(main)
     readers: dict[Graph, dict[Tensor, dict[int | None, None]]] = {}
     for graph in callees_first(main):
-        ipus[graph] = {op.ipu for op in graph.ops}.union(*(ipus[each] for op in graph.ops for each in op.called_graphs))
         found: dict[Tensor, dict[int | None, None]] = defaultdict(dict)
         for op in graph.ops:
             spread = [run for run in op.runs if len(ipus[run.graph]) > 1]

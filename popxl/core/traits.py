@@ -362,6 +362,7 @@ class Runs(Trait):
             spec of the result from the output's spec and the op's attributes.
         iterations: name of the attribute with the number of iterations.
         backwards: name of the attribute, if any, that says whether the iteration counter counts down.
+        overlap: name of the attribute, if any, that says whether iterations may overlap on several devices.
         carried: name of the attribute with the number of outputs that become inputs of the next iteration.
         sought: tensors of a graph whose gradients the gradient of the op computes; by default, its inputs.
         own_inputs, own_outputs: number of leading inputs and outputs of the graph that are between the op and the
@@ -373,6 +374,7 @@ class Runs(Trait):
     gains: Callable[[TensorSpec, Mapping[str, Any]], TensorSpec] | None = None
     iterations: str = ""
     backwards: str = ""
+    overlap: str = ""
     carried: str = ""
     sought: Callable[[Graph], Sequence[Tensor]] = lambda graph: graph.inputs
     own_inputs: int = 0
@@ -459,6 +461,11 @@ class Run:
         """Iteration numbers, in running order."""
         in_order = range(self.iterations)
         return in_order[::-1] if self.op.attributes.get(self.trait.backwards) else in_order
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether an iteration may begin before the previous one has ended, on several devices."""
+        return bool(self.op.attributes.get(self.trait.overlap))
 
     @property
     def carried(self) -> int:

@@ -11,7 +11,7 @@ Example:
 
 from popxl.analysis.estimate import estimate_of
 from popxl.analysis.flops import ELEMENTWISE_PRIMITIVES, Flops, MatrixProduct, OpWork, op_work, own_flops
-from popxl.analysis.placement import Readers, reading_ipus
+from popxl.analysis.placement import Readers, ipus_by_graph, reading_ipus
 from popxl.base.liveness import last_uses, live_ranges
 from popxl.core.aliasing import has_effect, reachable, storages, through_calls, written_inputs
 from popxl.core.binding import is_input
@@ -36,6 +36,7 @@ __all__ = [
     "estimate_of",
     "has_effect",
     "host_call_kind",
+    "ipus_by_graph",
     "is_attention",
     "is_call",
     "is_input",

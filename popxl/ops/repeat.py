@@ -70,12 +70,13 @@ def returned_by_ref(op: Op) -> frozenset[int]:
 
 
 def _carried_specs(
-    *inputs: Tensor, graph: Graph, carried: int, repeat_count: int, backwards: bool = False
+    *inputs: Tensor, graph: Graph, carried: int, repeat_count: int, backwards: bool = False, overlap: bool = False
 ) -> list[TensorSpec]:
     if type(repeat_count) is not int or not 0 <= repeat_count < 2**31:  # a file may hold any value
         raise PopxlError(f"`repeat_count` is {repeat_count!r}; expected 0 to {2**31 - 1}.")
-    if type(backwards) is not bool:
-        raise PopxlError(f"`backwards` is {backwards!r}; expected a bool.")
+    for name, value in (("backwards", backwards), ("overlap", overlap)):
+        if type(value) is not bool:
+            raise PopxlError(f"`{name}` is {value!r}; expected a bool.")
     if not 0 <= carried <= min(len(inputs), len(graph.outputs) - EXTRA_OUTPUTS) or len(graph.called_graphs) != 1:
         raise PopxlError(f"{graph.title} is no wrapper of a graph that carries {carried} values from turn to turn.")
     check_fit(graph.called_graphs[0], inputs, graph.inputs[EXTRA_INPUTS:])  # the user's graph, to name it
@@ -174,11 +175,11 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
             body.add_output(sums[t] + gradients[t])
         for t in row_gradients:
             body.add_output(gradients[t])
-    backwards = not op.attributes.get("backwards", False)
+    (run,) = op.runs
+    backwards = run.numbers.step > 0
     sources = [*(own_inputs[k] for k in flowing), *invariants, *(rows[t] for t in row_gradients)]
-    loop = loop_op(
-        body, tuple(initial), count, len(flowing) + len(invariants), backwards, loop_names(body, EXTRA_OUTPUTS)
-    )
+    num_carried, names = len(flowing) + len(invariants), loop_names(body, EXTRA_OUTPUTS)
+    loop = loop_op(body, tuple(initial), count, num_carried, names, backwards, run.overlaps)
     return dict(zip(map(own_inputs.index, sources), loop.outputs, strict=True))
 
 
@@ -234,6 +235,7 @@ loop_kind: OpKind = OpKind(
             gains=_stacked,
             iterations="repeat_count",
             backwards="backwards",
+            overlap="overlap",
             carried="carried",
             sought=_sought,
             own_inputs=EXTRA_INPUTS,
@@ -248,6 +250,7 @@ def repeat(
     repeat_count: int,
     *inputs: TensorLike | Iterable[TensorLike],
     inputs_dict: Mapping[Tensor, TensorLike] | None = None,
+    overlap: bool = False,
 ) -> tuple[Tensor, ...]:
     """Run a graph `repeat_count` times.
 
@@ -259,6 +262,11 @@ def repeat(
         graph: graph to run. Output `k` has the shape and dtype of input `k`.
         repeat_count: number of iterations, 0 or more.
         *inputs, inputs_dict: values for the graph's inputs, as for `call`.
+        overlap: whether an iteration may begin before the previous one has ended, if the graph's ops are on several
+            IPUs and these are separate devices. Then the iterations go through the devices as through a pipeline, in
+            the order of the schedule 1F1B, so that all devices work at the same time, and the values of as many
+            iterations are in memory as there are devices. The results are the same. It has no effect for ops on one
+            IPU, and for those that have to wait for the end of the previous iteration.
 
     Returns:
         The results of the last iteration; the first values of the carried inputs if `repeat_count` is 0.
@@ -271,7 +279,7 @@ def repeat(
         >>> graph = ir.create_graph(lambda x, dx: x + dx, x, dx)
         >>> (y,) = ops.repeat(graph, 4, x, dx)      # x + 4 * dx
     """
-    return repeat_with_info(graph, repeat_count, *inputs, inputs_dict=inputs_dict).outputs
+    return repeat_with_info(graph, repeat_count, *inputs, inputs_dict=inputs_dict, overlap=overlap).outputs
 
 
 def repeat_with_info(
@@ -280,6 +288,7 @@ def repeat_with_info(
     *inputs: TensorLike | Iterable[TensorLike],
     inputs_dict: Mapping[Tensor, TensorLike] | None = None,
     check_inputs: bool = True,
+    overlap: bool = False,
 ) -> CallSiteInfo:
     """Add a loop like `repeat`; returns the record of the call site.
 
@@ -297,7 +306,9 @@ def repeat_with_info(
     repeat_count = _checked_count(graph, repeat_count)
     _check_carried(graph)
     bound = bind_inputs(graph, inputs, inputs_dict, check_inputs)
-    op = loop_over(graph, repeat_count, bound)
+    if type(overlap) is not bool:
+        raise TypeError(f"repeat: `overlap` is {overlap!r} ({type(overlap).__name__}); expected a bool.")
+    op = loop_over(graph, repeat_count, bound, overlap=overlap)
     op.edit(name=get_current_context().scope_prefix + op.name)  # the results take no name scope, the op does
     return RepeatSiteInfo(op)
 
@@ -309,6 +320,7 @@ def loop_over(
     carried: int | None = None,
     rows: int = 0,
     backwards: bool = False,
+    overlap: bool = False,
 ) -> Op:
     """Add a loop over a graph, by way of a wrapper.
 
@@ -319,6 +331,7 @@ def loop_over(
             stacked over all iterations.
         rows: number of inputs that get one row in each iteration.
         backwards: whether iterations are counted down, so that the first one has the last rows.
+        overlap: as for `repeat`.
     """
     ir = graph.ir
     carried = len(graph.outputs) if carried is None else carried
@@ -336,18 +349,24 @@ def loop_over(
                 results = call_op(graph, tuple(inner_inputs), loop_names(graph)).outputs
                 for t in (go_on, *results):
                     wrapper.add_output(t)
-            return loop_op(wrapper, bound, count, carried, backwards, loop_names(graph))
+            return loop_op(wrapper, bound, count, carried, loop_names(graph), backwards, overlap)
     except BaseException:
         ir.remove_graph(wrapper)
         raise
 
 
 def loop_op(
-    wrapper: Graph, bound: tuple[Tensor, ...], count: int, carried: int, backwards: bool, names: list[str]
+    wrapper: Graph,
+    bound: tuple[Tensor, ...],
+    count: int,
+    carried: int,
+    names: list[str],
+    backwards: bool = False,
+    overlap: bool = False,
 ) -> Op:
     """Add a loop that runs a wrapper."""
-    direction = {"backwards": True} if backwards else {}
-    return call_op(wrapper, bound, names, loop_kind, repeat_count=count, carried=carried, **direction)
+    order = {name: True for name, is_set in (("backwards", backwards), ("overlap", overlap)) if is_set}
+    return call_op(wrapper, bound, names, loop_kind, repeat_count=count, carried=carried, **order)
 
 
 def _checked_count(graph: Graph, repeat_count: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Container, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple, get_args
 
@@ -11,7 +12,7 @@ import popxl
 from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import check_type
-from popxl.extend.graphs import has_effect, is_attention, is_call, reachable
+from popxl.extend.graphs import has_effect, ipus_by_graph, is_attention, is_call, reachable
 from popxl.extend.ops import Op, available_after_all, recomputed_after, scheduled_after
 from popxl.tensor import Constant
 from popxl.transforms import ExpectedConnectionType, GradGraphInfo
@@ -99,7 +100,7 @@ def _recompute_all(info: GradGraphInfo) -> tuple[GradGraphInfo, _Bound]:
     grad, forward = info.graph, info.forward_graph
     _refuse_streams(forward)
     graph = forward.ir.create_empty_graph(suffix_graph_name(grad.name, "recomp"))
-    with graph:
+    with graph, _on_ipu_of(grad):
         inputs = add_recompute_inputs(info)
         inputs_by = {connection: t for t, connection in inputs.items()}
         bound = {
@@ -149,7 +150,7 @@ def recompute_activations(
         if t not in inputs and t not in host_copies and t not in outputs:
             forward.add_output(t)
     graph = forward.ir.create_empty_graph(suffix_graph_name(grad.name, "recomp"))
-    with graph, popxl.in_sequence(False):
+    with graph, _on_ipu_of(grad), popxl.in_sequence(False):
         bound = {t: graph.add_input_like(t) for t, _ in gradients}
         first = next(iter(bound.values()))
         values: _Bound = {}
@@ -176,6 +177,12 @@ def recompute_activations(
         for t in _ordered(ops.call(grad, inputs_dict=bound)):
             popxl.graph_output(t)
     return make_grad_graph_info(forward, graph, expected, info.outputs), bound
+
+
+def _on_ipu_of(grad: popxl.Graph) -> AbstractContextManager[None]:
+    """Context in which new ops are on the IPU of a gradient graph, if it is on one: else its caller would be on two."""
+    ipus = ipus_by_graph(grad)[grad]
+    return get_current_context().set(ipu_id=next(iter(ipus))) if len(ipus) == 1 else nullcontext()
 
 
 def _ordered(results: Sequence[popxl.Tensor]) -> list[popxl.Tensor]:

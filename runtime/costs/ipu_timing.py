@@ -7,7 +7,7 @@ ones and its inputs are available, which may first have to be copied: this is ho
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from popxl.values.spec import size_in_bytes
 from runtime.lowering.channels import Channel
 from runtime.plan.host_steps import HostControlFlow, HostSteps, SubPlan
 from runtime.plan.plan import Plan
-from runtime.plan.segments import Key, Run, Segment
+from runtime.plan.segments import Key, Run, Segment, Step
 from runtime.plan.structure import Structure
 
 LONGEST = 64
@@ -100,14 +100,23 @@ class _SimulatedRun(Run):
         for t, ipu in steps.initial_ipus.items():
             values.setdefault(t, self._arrival(t, ipu, 0.0))
         for step in steps.steps:
-            step.copy_operands(values, self)
-            if isinstance(step, Segment):
-                self._simulate_segment(step, values)
-            else:
-                for subplan in step.subplans:  # for a conditional, both: costs count all branches
-                    self._simulate_subplan(step, subplan, values)
-            for key in step.drops:
-                values.pop(key, None)
+            self.execute(step, values)
+
+    def execute(self, step: Step, values: dict[Key, _Arrival]) -> None:
+        """Simulate a step."""
+        step.copy_operands(values, self)
+        if isinstance(step, Segment):
+            self._simulate_segment(step, values)
+        elif isinstance(step, HostControlFlow):
+            for subplan in step.subplans:  # for a conditional, both: costs count all branches
+                self._simulate_subplan(step, subplan, values)
+        for key in step.drops:
+            values.pop(key, None)
+
+    def constants_of(self, subplan: SubPlan) -> dict[Key, _Arrival]:
+        """Values that a graph does not have from its caller: they are there from the start."""
+        own = subplan.plan.initial_ipus.items()
+        return {t: self._arrival(t, ipu, 0.0) for t, ipu in own if t not in subplan.keys_by_input}
 
     def _simulate_segment(self, segment: Segment, values: dict[Key, _Arrival]) -> None:
         begin = max([self.free[segment.ipu], *(values[segment.keys.get(t, t)].time for t in segment.reads)])
@@ -124,19 +133,30 @@ class _SimulatedRun(Run):
         segment.copy_results(values, self)
 
     def _simulate_subplan(self, step: HostControlFlow, subplan: SubPlan, values: dict[Key, _Arrival]) -> None:
-        given = zip(subplan.arguments, subplan.keys, strict=True)
-        inner: dict[Key, _Arrival] = {t: values[key] for (_, t), key in given if key in values}
+        inner: dict[Key, _Arrival] = {}
         ends: list[float] = []
-        for iteration in range(min(step.iterations, LONGEST)):
-            if iteration:
-                inner = subplan.next(inner, self)
-            self.simulate(subplan.plan, inner)
+        for inner in self._iterations(step, subplan, values):  # noqa: B007 (the last one is read below)
             ends.append(max(self.free.values(), default=0.0))
-            if iteration == LONGEST - 2:
+            if len(ends) == LONGEST - 1:
                 before = replace(self.timing, busy=dict(self.timing.busy))
         if step.iterations > LONGEST:
             self._extrapolate(step.iterations - LONGEST, ends, before, (values, inner))
         subplan.finish(inner, values, self)
+
+    def _iterations(
+        self, step: HostControlFlow, subplan: SubPlan, values: dict[Key, _Arrival]
+    ) -> Iterator[dict[Key, _Arrival]]:
+        """Simulate iterations, and yield the values of the graph at the end of each."""
+        count = min(step.iterations, LONGEST)
+        if step.overlapped is not None:
+            yield from step.overlapped.iterate(values, self, count)
+            return
+        inner: dict[Key, _Arrival] = {t: values[key] for t, key in subplan.keys_by_input.items() if key in values}
+        for iteration in range(count):
+            if iteration:
+                inner = subplan.next(inner, self)
+            self.simulate(subplan.plan, inner)
+            yield inner
 
     def _extrapolate(
         self, iterations: int, ends: list[float], before: Timing, arrivals: Iterable[dict[Any, _Arrival]]

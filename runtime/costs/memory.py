@@ -101,11 +101,11 @@ def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ..
         copies = program.layout.replicas.per_device
         steps = steps_of(ir.main_graph, lambda t: copies * size_in_bytes(t))
         return tuple(steps.moments), tuple(steps.tensors)
-    curve, lives = program.executable.curve()
-    own_steps = [i for i, (segment, *_) in enumerate(curve) if segment.ipu == ipu]
+    curve = program.executable.curve()
+    own_steps = [i for i, (segment, *_) in enumerate(curve.segments) if segment.ipu == ipu]
     moments = (
         Moment(name=segment.name, held=resident, inside=temporary)
-        for segment, resident, temporary in curve
+        for segment, resident, temporary in curve.segments
         if segment.ipu == ipu
     )
     tensors = (
@@ -115,7 +115,7 @@ def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ..
             first=bisect_right(own_steps, first) - 1,
             last=bisect_right(own_steps, last) - 1,
         )
-        for t, home, bytes, first, last in lives
+        for t, home, bytes, first, last in curve.lives
         if home == ipu
     )
     return tuple(moments), tuple(tensors)

@@ -5,10 +5,11 @@ A step is a compiled segment, or an op whose graphs the host executes: `HostCont
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from popxl.values.spec import size_in_bytes
 from runtime.lowering.channels import Channel
 from runtime.plan.compile_options import CompileOptions
 from runtime.plan.segments import Key, Run, Segment, Step, Values
+
+if TYPE_CHECKING:
+    from runtime.plan.overlap import OverlappedLoop
 
 
 class LiveValue(NamedTuple):
@@ -61,6 +65,16 @@ class SubPlan:
         self._constants = {t: options_at[starts.get(t, ipu)].upload(c) for t, c in self.constant_inputs.items()}
         self.plan.prepare(options_at, ipu)
 
+    @cached_property
+    def keys_by_input(self) -> dict[Tensor, Key]:
+        """Keys of arguments outside, by graph input; without constants."""
+        pairs = zip(self.arguments, self.keys, strict=True)
+        return {t: key for (_, t), key in pairs if t not in self.constant_inputs}
+
+    def constants(self) -> Values:
+        """Initial values that do not come from outside."""
+        return self._constants | self.plan.initial_constants
+
     def initial_values(self, values: Values) -> Values:
         """Initial values of the steps."""
         inner = dict(self._constants)
@@ -90,6 +104,7 @@ class HostControlFlow(Step):
         condition: condition of a branch. The host has to wait for it.
         numbers: iterations that execute the graph, in order.
         loop_inputs: inputs that only the graph of a loop has: the iteration number, and true.
+        overlapped: execution of a loop with overlapping iterations, if the op asks for it and the plan permits it.
     """
 
     op: Op
@@ -97,6 +112,24 @@ class HostControlFlow(Step):
     condition: Tensor | None
     numbers: range
     loop_inputs: tuple[Tensor, ...]
+    overlapped: OverlappedLoop | None = None
+
+    @property
+    def is_call(self) -> bool:
+        """Whether the op runs one graph once, without a condition."""
+        return len(self.subplans) == 1 and not self.op.runs[0].trait.is_loop
+
+    @property
+    def operand_keys(self) -> tuple[Key, ...]:
+        """Keys of the values that the op reads."""
+        keys = [key for subplan in self.subplans for key in subplan.keys_by_input.values()]
+        return (*keys, *(() if self.condition is None else (self.condition,)))
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """Streams and buffers used by the graphs."""
+        segments = [segment for subplan in self.subplans for segment in subplan.plan.segments()]
+        return tuple(c for segment in segments for c in segment.channels)
 
     @property
     def iterations(self) -> int:
@@ -114,19 +147,26 @@ class HostControlFlow(Step):
         starts = self.subplans[0].plan.initial_ipus
         return tuple((t, starts[t]) for t in self.loop_inputs if t in starts)
 
+    def set_number(self, inner: Values, iteration: int, run: Run) -> None:
+        """Set the inputs that a loop gives its graph."""
+        for t, ipu in self._numbered_inputs:
+            inner[t] = run.number(np.int32(iteration) if t is self.loop_inputs[0] else np.True_, ipu)
+
     def run(self, values: Values, run: Run) -> None:
         """Run the op."""
         self.copy_operands(values, run)
         subplan = self.subplans[0]
         if self.condition is not None and not np.asarray(run.own_copy(values[self.condition])).item():
             subplan = self.subplans[1]
-        inner = subplan.initial_values(values)
-        for iteration in self.numbers:
-            if iteration != self.numbers[0]:
-                inner = subplan.next(inner, run)
-            for t, ipu in self._numbered_inputs:
-                inner[t] = run.number(np.int32(iteration) if t is self.loop_inputs[0] else np.True_, ipu)
-            subplan.plan.run(inner, run)
+        if self.overlapped is not None:
+            (inner,) = deque(self.overlapped.iterate(values, run, self.iterations), maxlen=1)
+        else:
+            inner = subplan.initial_values(values)
+            for iteration in self.numbers:
+                if iteration != self.numbers[0]:
+                    inner = subplan.next(inner, run)
+                self.set_number(inner, iteration, run)
+                subplan.plan.run(inner, run)
         subplan.finish(inner, values, run)
         for key in self.drops:
             del values[key]
@@ -139,6 +179,7 @@ class HostSteps:
     Attributes:
         owned: storages without other owners at the end.
         changed: constants that the steps overwrite: storages that start with the constant's numbers in each run.
+        initial_constants: arrays of `changed`, once the plan is prepared.
         initial_ipus: IPUs of storages at the start, determined by the first step that uses them.
         final_ipus: IPUs of storages at the end.
         nesting: number of graphs inside of each other that the host executes.
@@ -150,7 +191,7 @@ class HostSteps:
     initial_ipus: dict[Tensor, int] = field(default_factory=dict)
     final_ipus: dict[Tensor, int] = field(default_factory=dict)
     nesting: int = 0
-    _initial_constants: Values = field(init=False)
+    initial_constants: Values = field(init=False)
 
     def all_steps(self) -> Iterator[tuple[Segment | HostControlFlow, int]]:
         """All steps, including nested steps, with execution counts."""
@@ -176,40 +217,76 @@ class HostSteps:
 
     def prepare(self, options_at: Mapping[int, CompileOptions], ipu: int) -> None:
         """Upload initial values of modified constants to their IPUs. These arrays are never donated."""
-        self._initial_constants = {t: options_at[self.initial_ipus.get(t, ipu)].upload(t) for t in self.changed}
+        self.initial_constants = {t: options_at[self.initial_ipus.get(t, ipu)].upload(t) for t in self.changed}
 
     def run(self, values: Values, run: Run) -> None:
         """Execute the steps."""
-        values.update(self._initial_constants)
+        values.update(self.initial_constants)
         for step in self.steps:
             step.run(values, run)
 
-    def curve(self, copies: int) -> tuple[list[tuple[Segment, int, int]], list[LiveValue]]:
-        """Memory curve: segments in order, each with bytes in use on its IPU besides step inputs, split into earlier
-        values and its own results and temporaries. Also returns values live between segments. Each value counts
-        `copies` times."""
-        alive: dict[Tensor, tuple[int, int, int]] = {}
-        curve: list[tuple[Segment, int, int]] = []
-        lives: list[LiveValue] = []
-
-        def bytes_on(ipu: int) -> int:
-            return sum(size for p, size, _ in alive.values() if p == ipu)
-
+    def curve(self, copies: int) -> MemoryCurve:
+        """Memory over the steps of a run, where each value counts `copies` times."""
+        curve = MemoryCurve(copies)
         for step in self.steps:
-            made = {t: copies * size_in_bytes(t) for t in step.makes if t not in step.reads}
-            if isinstance(step, Segment):
-                executable = step.structure.executable  # `None` where another process runs it
-                needed = 0 if executable is None else executable.memory_analysis().temp_size_in_bytes
-                curve.append((step, bytes_on(step.ipu), sum(made.values()) + needed))
-            else:  # the steps of host control flow make its results
-                for subplan in step.subplans:
-                    inner, within = subplan.plan.curve(copies)
-                    lives += (LiveValue(t, ipu, size, len(curve) + a, len(curve) + b) for t, ipu, size, a, b in within)
-                    curve += [(segment, bytes_on(segment.ipu) + before, inside) for segment, before, inside in inner]
-            now = len(curve) - 1
-            alive |= {t: (step.result_ipus[t], size, now) for t, size in made.items()}
-            for t in step.frees:
-                if t in alive:
-                    lives.append(LiveValue(t, *alive.pop(t), now))
-        lives += (LiveValue(t, *known, len(curve) - 1) for t, known in alive.items())
-        return curve, lives
+            curve.add(step, ())
+        curve.release(())
+        return curve
+
+
+@dataclass
+class MemoryCurve:
+    """Memory of each device over a run, besides variables and feeds.
+
+    Attributes:
+        copies: number of replicas that share a device: each value counts so often.
+        segments: segments in order, each with bytes in use on its IPU besides step inputs: of earlier values, and of
+            its own results and temporaries.
+        lives: values that are live between segments.
+    """
+
+    copies: int
+    segments: list[tuple[Segment, int, int]] = field(default_factory=list)
+    lives: list[LiveValue] = field(default_factory=list)
+    _alive: dict[Hashable, dict[Tensor, tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(dict))
+
+    def add(self, step: Segment | HostControlFlow, scope: Hashable) -> None:
+        """Add a step. `scope` tells values of one execution of a graph from those of others."""
+        if isinstance(step, Segment):
+            executable = step.structure.executable  # `None` where another process runs it
+            temporaries = 0 if executable is None else executable.memory_analysis().temp_size_in_bytes
+            held = sum(size for alive in self._alive.values() for ipu, size, _ in alive.values() if ipu == step.ipu)
+            self.segments.append((step, held, sum(self._made(step).values()) + temporaries))
+        elif step.overlapped is not None:
+            step.overlapped.add_to(self)
+        else:
+            for number, subplan in enumerate(step.subplans):
+                for inner in subplan.plan.steps:
+                    self.add(inner, (scope, step.op, number))
+                self.release((scope, step.op, number))
+        self.add_results(step, scope)
+
+    def add_results(self, step: Step, scope: Hashable) -> None:
+        """Add the results of a step, and end the lives of values that it frees."""
+        now, alive = len(self.segments) - 1, self._alive[scope]
+        alive |= {t: (step.result_ipus[t], size, now) for t, size in self._made(step).items()}
+        self.lives += [LiveValue(t, *alive.pop(t), now) for t in step.frees if t in alive]
+
+    def move(self, scope: Hashable, t: Tensor, to: Hashable, result: Tensor) -> None:
+        """Hand a value to another execution, where it has another name."""
+        if t in self._alive[scope]:
+            self._alive[to][result] = self._alive[scope].pop(t)
+
+    def drop(self, scope: Hashable, key: Key) -> None:
+        """End the life of a value."""
+        if key in self._alive[scope]:
+            self.lives.append(LiveValue(key, *self._alive[scope].pop(key), len(self.segments) - 1))
+
+    def release(self, scope: Hashable) -> None:
+        """End the lives of all values of one execution of a graph."""
+        now = len(self.segments) - 1
+        self.lives += [LiveValue(t, *known, now) for t, known in self._alive.pop(scope, {}).items()]
+
+    def _made(self, step: Step) -> dict[Tensor, int]:
+        """Bytes of new values."""
+        return {t: self.copies * size_in_bytes(t) for t in step.makes if t not in step.reads}

@@ -27,7 +27,7 @@ from runtime.compile_pool import CompilePool
 from runtime.lowering.channels import FAILURE, Channel, Channels, Failure
 from runtime.lowering.environment import no_value
 from runtime.plan.compile_options import CompileOptions
-from runtime.plan.host_steps import HostSteps, LiveValue
+from runtime.plan.host_steps import HostSteps, MemoryCurve
 from runtime.plan.segments import Array, CompiledSegment, Run, Segment, described_state
 from runtime.plan.stages import stages_of
 from runtime.plan.structure import Structure
@@ -233,14 +233,12 @@ class Plan:
         """Compiled text of each distinct segment."""
         return "\n".join(structure.text() for structure in self.structures)
 
-    def curve(self) -> tuple[list[tuple[Segment, int, int]], list[LiveValue]]:
-        """Memory curve: segments in order, each with bytes in use on its device besides variables and feeds, split into
-        earlier values and its own results and temporaries. Also returns values live between segments."""
+    def curve(self) -> MemoryCurve:
+        """Memory of each device over a run."""
         copies = next(iter(self._options_at.values())).replicas.per_device
         with raised_recursion_limit(self.steps.nesting):
             return self.steps.curve(copies)
 
     def temporaries(self) -> int:
         """Peak bytes of one run on one device, excluding variables and feeds."""
-        segments, _ = self.curve()
-        return max((held + inside for _, held, inside in segments), default=0)
+        return max((held + inside for _, held, inside in self.curve().segments), default=0)

@@ -14,6 +14,7 @@ from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses
 from popxl.graph import Graph
 from runtime.plan.host_steps import HostControlFlow, HostSteps, SubPlan
+from runtime.plan.overlap import OverlappedLoop
 from runtime.plan.repeats import group_steps
 from runtime.plan.segmentation import SegmentationPolicy
 from runtime.plan.segments import Key, Segment, Step
@@ -244,6 +245,8 @@ class PlanBuilder:
             ends = final_ipus | ends
             subplan.final_copies = tuple((t, ends[t]) for t in final_ipus if final_ipus[t] != ends[t])
         self._record_results(step, ends)
+        if step.op.runs[0].overlaps:
+            step.overlapped = OverlappedLoop.of(step)
 
     def _plan_subgraph(self, step: HostControlFlow, subplan: SubPlan, owned_before: set[Tensor]) -> None:
         """Plan one graph of a host-executed op. If two storages share one array afterwards, neither is owned.

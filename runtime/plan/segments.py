@@ -84,6 +84,18 @@ class Run:
             return self._stages.copy(array, sharding, self.call)
         return copied(array, sharding) if self._recorder is None else self._recorder.copy(array, sharding)
 
+    def execute(self, step: Step, values: Values) -> None:
+        """Execute a step."""
+        step.run(values, self)
+
+    def constants_of(self, subplan: Any) -> Values:
+        """Initial values that a graph has from constants."""
+        return subplan.constants()
+
+    def absent(self, key: Key) -> Array:
+        """A value that nothing has computed."""
+        raise KeyError(key)
+
     def number(self, value: Any, ipu: int) -> Array:
         """Host scalar as an array of all replicas on an IPU."""
         return self._options_at[ipu].replicas.broadcast(np.asarray(value))
@@ -124,6 +136,10 @@ class Step:
     copies: tuple[tuple[Tensor, int], ...] = ()
     result_ipus: dict[Tensor, int] = field(default_factory=dict)
     drops: tuple[Key, ...] = ()
+
+    def run(self, values: Values, run: Run) -> None:
+        """Run the step."""
+        raise NotImplementedError
 
     def copy_operands(self, values: Values, run: Run) -> None:
         """Copy values needed on other IPUs."""
@@ -193,6 +209,11 @@ class Segment(Step):
         number = self.encoding.numbers
         results = (tuple(number[t] for t in self.donated), tuple(number[t] for t in self.makes))
         return structure_of((*self.encoding.code, results, options.key()))
+
+    @property
+    def operand_keys(self) -> tuple[Key, ...]:
+        """Keys of the values that the ops read."""
+        return tuple(self.keys.get(t, t) for t in self.reads)
 
     @cached_property
     def feeds(self) -> tuple[HostToDeviceStream, ...]:

@@ -74,8 +74,9 @@ def copied_to_ipu(t: popxl.Tensor, ipu: int | None) -> popxl.Tensor:
 
     Inputs of a graph are where they are first used. Results of calls may be anywhere: the runtime copies these.
     """
-    is_elsewhere = ipu is not None and t.has_certain_location and t.location[0] not in (ipu, None)
-    return ops.ipu_copy(t, ipu) if is_elsewhere else t
+    if ipu is None or t.location[0] in (ipu, None) or not t.has_certain_location:
+        return t
+    return ops.ipu_copy(t, ipu)
 
 
 def cast_like(operand: popxl.Tensor | Number | complex, dtype: popxl.dtype) -> popxl.Tensor:

@@ -270,8 +270,8 @@ class Program:
             if self._adjusting:
                 sums[LARGEST] = ops.init((), popxl.float32, "largest_gradient", "zero")
             # The optimiser's state is not among them: each tensor of it is where its parameter is updated.
-            state = {f"//{name}" for name in self.io.state} - {f"//{LOSS_SCALE_FACTOR}"}
-            read = {key: t for key, t in tensors.items() if key not in state}
+            unread = {f"//{name}" for name in self.io.state} - {f"//{LOSS_SCALE_FACTOR}"}
+            read = {key: t for key, t in tensors.items() if key not in unread}
             self._loop(accumulation, "micro_batch", self._accumulate, read | sums)
             stored_sums = self._sums.accumulators
             summed = {name: partial(self._sums.total, name, sums.get(f"//sum/{name}")) for name in stored_sums}

@@ -248,7 +248,7 @@ class MemoryCurve:
     copies: int
     segments: list[tuple[Segment, int, int]] = field(default_factory=list)
     lives: list[LiveValue] = field(default_factory=list)
-    _alive: dict[Hashable, dict[Tensor, tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(dict))
+    _alive: dict[Hashable, dict[Key, tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(dict))
 
     def add(self, step: Segment | HostControlFlow, scope: Hashable) -> None:
         """Add a step. `scope` tells values of one execution of a graph from those of others."""
@@ -270,22 +270,26 @@ class MemoryCurve:
         """Add the results of a step, and end the lives of values that it frees."""
         now, alive = len(self.segments) - 1, self._alive[scope]
         alive |= {t: (step.result_ipus[t], size, now) for t, size in self._made(step).items()}
-        self.lives += [LiveValue(t, *alive.pop(t), now) for t in step.frees if t in alive]
+        for t in step.frees:
+            self._end(t, alive.pop(t, None))
 
-    def move(self, scope: Hashable, t: Tensor, to: Hashable, result: Tensor) -> None:
-        """Hand a value to another execution, where it has another name."""
-        if t in self._alive[scope]:
-            self._alive[to][result] = self._alive[scope].pop(t)
+    def move(self, scope: Hashable, key: Key, to: Hashable, result: Key) -> None:
+        """Hand a value to another execution, where it has another key."""
+        if key in self._alive[scope]:
+            self._alive[to][result] = self._alive[scope].pop(key)
 
     def drop(self, scope: Hashable, key: Key) -> None:
         """End the life of a value."""
-        if key in self._alive[scope]:
-            self.lives.append(LiveValue(key, *self._alive[scope].pop(key), len(self.segments) - 1))
+        self._end(key, self._alive[scope].pop(key, None))
 
     def release(self, scope: Hashable) -> None:
         """End the lives of all values of one execution of a graph."""
-        now = len(self.segments) - 1
-        self.lives += [LiveValue(t, *known, now) for t, known in self._alive.pop(scope, {}).items()]
+        for key, known in self._alive.pop(scope, {}).items():
+            self._end(key, known)
+
+    def _end(self, key: Key, known: tuple[int, int, int] | None) -> None:
+        if known is not None and isinstance(key, Tensor):  # copies on other IPUs do not count
+            self.lives.append(LiveValue(key, *known, len(self.segments) - 1))
 
     def _made(self, step: Step) -> dict[Tensor, int]:
         """Bytes of new values."""

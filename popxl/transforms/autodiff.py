@@ -9,6 +9,7 @@ graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -256,7 +257,8 @@ class _Differentiation:
         """A gradient under the name of its tensor; one that was passed through still has another's."""
         name = f"Gradient___{t.name}"
         is_named = name in (gradient.name, gradient.name.rpartition("__t")[0])
-        named = gradient if is_named else identity(gradient, name)
+        with self._located_at(gradient):
+            named = gradient if is_named else identity(gradient, name)
         self.graph.show_as({named: f"Gradient___{t.path}"})
         return named
 
@@ -317,8 +319,7 @@ class _Differentiation:
         if terms is not None:
             if t in self.gradients:
                 terms.insert(0, self.gradients[t])
-            ipu, io_tiles = terms[0].location
-            with get_current_context().set(ipu_id=ipu, io_tile_set=bool(io_tiles)):
+            with self._located_at(terms[0]):
                 total = terms[0] if len(terms) == 1 else add_n(*terms)
             if len(terms) > 1 or self._has_no_name(total):
                 self.graph.rename(total, _name_within(t))
@@ -326,6 +327,12 @@ class _Differentiation:
                 self.renamed.add(total)
             self.gradients[t] = total
         return self.gradients.get(t)
+
+    @staticmethod
+    def _located_at(t: Tensor) -> AbstractContextManager[None]:
+        """Context in which ops are on the IPU and the tiles of a tensor."""
+        ipu, io_tiles = t.location
+        return get_current_context().set(ipu_id=ipu, io_tile_set=bool(io_tiles))
 
     def _has_no_name(self, gradient: Tensor) -> bool:
         """Whether a gradient computed here lacks a name, or has a callee's tensor name."""
@@ -358,10 +365,11 @@ class _Differentiation:
 
     def _reloaded(self, t: Tensor) -> Tensor:
         """An activation that the forward graph offloads, copied back once the gradients are there."""
-        with self.forward_graph, get_current_context().set(ipu_id=t.location[0], io_tile_set=bool(t.location[1])):
-            away = offload(t)
-        self.activations[away] = self.graph.add_input_like(away)
-        return reload(available_after(self.activations[away], self.graph.inputs[0]))
+        with self._located_at(t):
+            with self.forward_graph:
+                away = offload(t)
+            self.activations[away] = self.graph.add_input_like(away)
+            return reload(available_after(self.activations[away], self.graph.inputs[0]))
 
     def _is_caller_visible(self, t: Tensor) -> bool:
         """Whether callers of the forward graph have a tensor, or keep it."""

@@ -475,3 +475,35 @@ def test_each_unit_is_a_device(strategy: Any) -> None:
         found.append([torch.stack(losses), *(p.detach().clone() for p in model.parameters())])
     for several, one in zip(*found, strict=True):
         torch.testing.assert_close(several, one)
+
+
+@pytest.mark.parametrize("kind", ["NoRecompute", "Pipeline"])
+@pytest.mark.parametrize("mode", [poptorch.OutputMode.All, poptorch.OutputMode.Sum])
+def test_micro_batches_of_a_pipeline_overlap(kind: str, mode: poptorch.OutputMode) -> None:
+    """The second micro-batch begins before the first one comes back; each stage has its sums. Numbers stay the same."""
+    found = []
+    for strategy, placement in ((PipelinedExecution, "several"), (ShardedExecution, "one")):
+        options = Options().setExecutionStrategy(strategy("first", "second")).useIpuModel(True).outputMode(mode)
+        options.Training.gradientAccumulation(3)
+        options._Popart.set("placement", placement)
+        options._Popart.set("autoRecomputation", kind)
+        torch.manual_seed(0)
+        model = TwoBlocks()
+        optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        training = poptorch.trainingModel(model, options, optimizer)
+        x, labels = torch.randn(6, 5), torch.arange(6) % 3
+        losses = [training(x, labels) for _ in range(2)]
+        found.append([torch.stack(losses), *(p.detach().clone() for p in model.parameters())])
+        if placement == "several":
+            session = poptorch.sessionOf(training)
+            sums = {
+                op.inputs[0].name: op.ipu for g in session.ir.graphs for op in g.ops if op.kind.name == "Accumulate"
+            }
+            assert {name: ipu for name, ipu in sums.items() if "weight" in name} == {
+                "sum/first.weight": 0,
+                "sum/second.weight": 1,
+            }
+            (loop,) = [step for step, _ in session.program.plan.steps.all_steps() if getattr(step, "overlapped", None)]
+            assert [*loop.overlapped.order(3)] == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
+    for several, one in zip(*found, strict=True):
+        torch.testing.assert_close(several, one)

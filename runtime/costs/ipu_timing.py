@@ -17,7 +17,7 @@ from popxl.values.spec import size_in_bytes
 from runtime.lowering.channels import Channel
 from runtime.plan.host_steps import HostControlFlow, HostSteps, SubPlan
 from runtime.plan.plan import Plan
-from runtime.plan.segments import Key, Run, Segment, Step
+from runtime.plan.segments import Key, PlanRun, Segment, Step
 from runtime.plan.structure import Structure
 
 LONGEST = 64
@@ -77,7 +77,7 @@ class _Arrival(NamedTuple):
 
 
 @dataclass
-class _SimulatedRun(Run):
+class _SimulatedRun(PlanRun):
     """A run with arrivals in place of arrays; subplans and steps bind and copy these as they do arrays.
 
     Attributes:

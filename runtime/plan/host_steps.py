@@ -19,7 +19,7 @@ from popxl.graph import Graph
 from popxl.values.spec import size_in_bytes
 from runtime.lowering.channels import Channel
 from runtime.plan.compile_options import CompileOptions
-from runtime.plan.segments import Key, Run, Segment, Step, Values
+from runtime.plan.segments import Key, PlanRun, Segment, Step, Values
 
 if TYPE_CHECKING:
     from runtime.plan.overlap import OverlappedLoop
@@ -81,14 +81,14 @@ class SubPlan:
         inner.update((t, values[key]) for (_, t), key in zip(self.arguments, self.keys, strict=True) if t not in inner)
         return inner
 
-    def next(self, inner: Values, run: Run) -> Values:
+    def next(self, inner: Values, run: PlanRun) -> Values:
         """Values for the next iteration."""
         inner = {t: inner[result] for t, result in self.carried.items()}
         for t, ipu in self.carried_copies:
             inner[t] = run.copy_to_ipu(inner[t], ipu)
         return inner
 
-    def finish(self, inner: Values, values: Values, run: Run) -> None:
+    def finish(self, inner: Values, values: Values, run: PlanRun) -> None:
         """Store results in the outer values, with copies to their final IPUs."""
         values.update((t, inner[result]) for t, result in self.results)
         for t, ipu in self.final_copies:
@@ -147,12 +147,12 @@ class HostControlFlow(Step):
         starts = self.subplans[0].plan.initial_ipus
         return tuple((t, starts[t]) for t in self.loop_inputs if t in starts)
 
-    def set_number(self, inner: Values, iteration: int, run: Run) -> None:
+    def set_number(self, inner: Values, iteration: int, run: PlanRun) -> None:
         """Set the inputs that a loop gives its graph."""
         for t, ipu in self._numbered_inputs:
             inner[t] = run.number(np.int32(iteration) if t is self.loop_inputs[0] else np.True_, ipu)
 
-    def run(self, values: Values, run: Run) -> None:
+    def run(self, values: Values, run: PlanRun) -> None:
         """Run the op."""
         self.copy_operands(values, run)
         subplan = self.subplans[0]
@@ -219,7 +219,7 @@ class HostSteps:
         """Upload initial values of modified constants to their IPUs. These arrays are never donated."""
         self.initial_constants = {t: options_at[self.initial_ipus.get(t, ipu)].upload(t) for t in self.changed}
 
-    def run(self, values: Values, run: Run) -> None:
+    def run(self, values: Values, run: PlanRun) -> None:
         """Execute the steps."""
         values.update(self.initial_constants)
         for step in self.steps:

@@ -20,7 +20,7 @@ from popxl.core.tensor import Tensor
 from runtime.lowering.channels import FAILURE
 from runtime.plan.host_steps import HostControlFlow, HostSteps, MemoryCurve, SubPlan
 from runtime.plan.lags import Use, lags_of
-from runtime.plan.segments import Key, Run, Segment, Values
+from runtime.plan.segments import Key, PlanRun, Segment, Values
 
 Place = tuple[int, Key]
 """A value within an iteration: its frame, and its key there. Frame 0 is that of the loop's graph."""
@@ -37,7 +37,7 @@ class Frame(dict[Any, Any]):
     """
 
     def __init__(
-        self, own: Values, outer: Values, keys: Mapping[Any, Any], run: Run, copies: Mapping[Any, int] | None = None
+        self, own: Values, outer: Values, keys: Mapping[Any, Any], run: PlanRun, copies: Mapping[Any, int] | None = None
     ) -> None:
         super().__init__(own)
         self._outer, self._keys, self._run, self._copies = outer, keys, run, copies or {}
@@ -67,7 +67,7 @@ class _Enter(NamedTuple):
     frame: int
     at_once: tuple[Tensor, ...]
 
-    def perform(self, frames: Frames, run: Run) -> None:
+    def perform(self, frames: Frames, run: PlanRun) -> None:
         constants, keys = run.constants_of(self.subplan), self.subplan.keys_by_input
         frame = frames[self.frame] = Frame(constants, frames[self.outer], keys, run)
         for t in self.at_once:
@@ -81,7 +81,7 @@ class _Copy(NamedTuple):
     t: Tensor
     ipu: int
 
-    def perform(self, frames: Frames, run: Run) -> None:
+    def perform(self, frames: Frames, run: PlanRun) -> None:
         values = frames[self.frame]
         values[self.t, self.ipu] = run.copy_to_ipu(values[self.t], self.ipu)
 
@@ -93,7 +93,7 @@ class _Execute(NamedTuple):
     frame: int
     returned: tuple[tuple[Place, Place], ...]
 
-    def perform(self, frames: Frames, run: Run) -> None:
+    def perform(self, frames: Frames, run: PlanRun) -> None:
         run.execute(self.step, frames[self.frame])
         for (frame, t), (outer, result) in self.returned:
             frames[outer][result] = frames[frame][t]
@@ -105,7 +105,7 @@ class _Return(NamedTuple):
     source: Place
     result: Place
 
-    def perform(self, frames: Frames, run: Run) -> None:
+    def perform(self, frames: Frames, run: PlanRun) -> None:
         frames[self.result[0]][self.result[1]] = frames[self.source[0]][self.source[1]]
 
 
@@ -114,7 +114,7 @@ class _Drop(NamedTuple):
 
     place: Place
 
-    def perform(self, frames: Frames, run: Run) -> None:
+    def perform(self, frames: Frames, run: PlanRun) -> None:
         frames[self.place[0]].pop(self.place[1], None)
 
 
@@ -123,7 +123,7 @@ class _Leave(NamedTuple):
 
     frame: int
 
-    def perform(self, frames: Frames, run: Run) -> None:
+    def perform(self, frames: Frames, run: PlanRun) -> None:
         del frames[self.frame]
 
 
@@ -160,7 +160,7 @@ class OverlappedLoop:
         for number in range(iterations + len(lags) - 1):
             yield from ((number - lag, lag) for lag in lags if 0 <= number - lag < iterations)
 
-    def iterate(self, values: Values, run: Run, iterations: int) -> Iterator[Values]:
+    def iterate(self, values: Values, run: PlanRun, iterations: int) -> Iterator[Values]:
         """Run the first iterations, and yield the values of the loop's graph at the end of each."""
         subplan, last = self.loop.subplans[0], len(self.actions) - 1
         copies = dict(subplan.carried_copies)

@@ -28,7 +28,7 @@ from runtime.lowering.channels import FAILURE, Channel, Channels, Failure
 from runtime.lowering.environment import no_value
 from runtime.plan.compile_options import CompileOptions
 from runtime.plan.host_steps import HostSteps, MemoryCurve
-from runtime.plan.segments import Array, CompiledSegment, Run, Segment, described_state
+from runtime.plan.segments import Array, CompiledSegment, PlanRun, Segment, described_state
 from runtime.plan.stages import stages_of
 from runtime.plan.structure import Structure
 from runtime.progress import report_compilation
@@ -160,7 +160,7 @@ class Plan:
         count = len(self.changed)
         values = dict(zip(self._variables, (*changing[:count], *constant), strict=True))
         channels: dict[int, Channels] = {}
-        run = Run(self._options_at, self._ipus, channels, recorder, self._stages)
+        run = PlanRun(self._options_at, self._ipus, channels, recorder, self._stages)
         given: dict[Channel, Array] = dict(zip(self._inputs, feeds, strict=True))
         for ipu in self._options_at:
             channels[ipu] = Channels(self._initial_channels(ipu, given, run))
@@ -174,7 +174,7 @@ class Plan:
             changed.append(run.channels(ipu, self._shared_channels & {buffer}).slots(buffer))
         return tuple(changed), (*(fetches[s] for s in self._outputs), *failures)
 
-    def _initial_channels(self, ipu: int, given: Mapping[Channel, Array], run: Run) -> dict[Channel, Any]:
+    def _initial_channels(self, ipu: int, given: Mapping[Channel, Array], run: PlanRun) -> dict[Channel, Any]:
         """Initial channels of IPU `ipu`."""
         if ipu not in self.ends:
             return {}
@@ -192,7 +192,7 @@ class Plan:
         """Feed used without a prologue copy. Several segments, such as loop iterations, may read it."""
         return feed if len(self._options_at) == 1 else jax.device_put(feed, self._options_at[ipu].replicas.sharding())
 
-    def _fetched(self, run: Run) -> tuple[dict[Channel, Array], list[Array]]:
+    def _fetched(self, run: PlanRun) -> tuple[dict[Channel, Array], list[Array]]:
         """Output streams, and failed checks of each IPU."""
         fetches: dict[Channel, Array] = {}
         failures: list[Array] = []

@@ -1,4 +1,4 @@
-"""`Segment`: ops that are compiled and executed together, as one step of a plan; `Run`: the state of a run."""
+"""`Segment`: ops that are compiled and executed together, as one step of a plan; `PlanRun`: the state of a run."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Values = dict[Any, Array]
 """Contents of storages and copies, by their keys."""
 
 
-class Run:
-    """Run of a program: stream and buffer state, and step execution.
+class PlanRun:
+    """Run of a plan: stream and buffer state, and step execution.
 
     Args:
         where: the IPU of each stream and buffer.
@@ -137,11 +137,11 @@ class Step:
     result_ipus: dict[Tensor, int] = field(default_factory=dict)
     drops: tuple[Key, ...] = ()
 
-    def run(self, values: Values, run: Run) -> None:
+    def run(self, values: Values, run: PlanRun) -> None:
         """Run the step."""
         raise NotImplementedError
 
-    def copy_operands(self, values: Values, run: Run) -> None:
+    def copy_operands(self, values: Values, run: PlanRun) -> None:
         """Copy values needed on other IPUs."""
         for t, ipu in self.copies:
             values[t, ipu] = run.copy_to_ipu(values[t], ipu)
@@ -309,7 +309,7 @@ class Segment(Step):
             {i: carried(c) for i, c in enumerate(self.channels)},
         )
 
-    def run(self, values: Values, run: Run) -> None:
+    def run(self, values: Values, run: PlanRun) -> None:
         """Run the ops, unless another process does."""
         self.copy_operands(values, run)
         channels = run.channels(self.ipu, self.shared_channels)
@@ -321,12 +321,12 @@ class Segment(Step):
         for key in self.drops:
             del values[key]
 
-    def copy_results(self, values: Values, run: Run) -> None:
+    def copy_results(self, values: Values, run: PlanRun) -> None:
         """Copy results needed on other IPUs."""
         for t, ipu in self._result_copies:
             values[t] = run.copy_to_ipu(values[t], ipu)
 
-    def _run_ops(self, values: Values, run: Run, channels: Channels) -> None:
+    def _run_ops(self, values: Values, run: PlanRun, channels: Channels) -> None:
         overwritten, positions, new = run.call(
             self.structure.executable,
             lambda: self.name,

@@ -263,10 +263,11 @@ def repeat(
         repeat_count: number of iterations, 0 or more.
         *inputs, inputs_dict: values for the graph's inputs, as for `call`.
         overlap: whether an iteration may begin before the previous one has ended, if the graph's ops are on several
-            IPUs and these are separate devices. Then the iterations go through the devices as through a pipeline, in
-            the order of the schedule 1F1B, so that all devices work at the same time, and the values of as many
-            iterations are in memory as there are devices. The results are the same. It has no effect for ops on one
-            IPU, and for those that have to wait for the end of the previous iteration.
+            IPUs and these are separate devices. Then the iterations go through the devices as through a pipeline. For
+            a forward and a backward pass, this is the schedule 1F1B: all devices work at the same time, and the first
+            one has the values of as many iterations in memory as there are devices. The results are the same. It has
+            no effect for ops on one IPU, and where iterations have to wait for the end of the previous one: for a
+            value that they change, or a stream. Consecutive ops on an IPU wait together.
 
     Returns:
         The results of the last iteration; the first values of the carried inputs if `repeat_count` is 0.

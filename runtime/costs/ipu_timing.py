@@ -135,19 +135,21 @@ class _SimulatedRun(PlanRun):
     def _simulate_subplan(self, step: HostControlFlow, subplan: SubPlan, values: dict[Key, _Arrival]) -> None:
         inner: dict[Key, _Arrival] = {}
         ends: list[float] = []
-        for inner in self._iterations(step, subplan, values):  # noqa: B007 (the last one is read below)
+        counts: list[Timing] = []  # before and after the last iteration for which others have begun as usual
+        ahead = 0 if step.overlapped is None else len(step.overlapped.actions) - 1
+        count = min(step.iterations, LONGEST + ahead)
+        for inner in self._iterations(step, subplan, values, count):  # noqa: B007 (the last one is read below)
             ends.append(max(self.free.values(), default=0.0))
-            if len(ends) == LONGEST - 1:
-                before = replace(self.timing, busy=dict(self.timing.busy))
-        if step.iterations > LONGEST:
-            self._extrapolate(step.iterations - LONGEST, ends, before, (values, inner))
+            if len(ends) in (LONGEST - 1, LONGEST):
+                counts.append(replace(self.timing, busy=dict(self.timing.busy)))
+        if step.iterations > count:
+            self._extrapolate(step.iterations - count, ends[:LONGEST], counts, (values, inner))
         subplan.finish(inner, values, self)
 
     def _iterations(
-        self, step: HostControlFlow, subplan: SubPlan, values: dict[Key, _Arrival]
+        self, step: HostControlFlow, subplan: SubPlan, values: dict[Key, _Arrival], count: int
     ) -> Iterator[dict[Key, _Arrival]]:
-        """Simulate iterations, and yield the values of the graph at the end of each."""
-        count = min(step.iterations, LONGEST)
+        """Simulate `count` iterations, and yield the values of the graph at the end of each."""
         if step.overlapped is not None:
             yield from step.overlapped.iterate(values, self, count)
             return
@@ -159,21 +161,25 @@ class _SimulatedRun(PlanRun):
             yield inner
 
     def _extrapolate(
-        self, iterations: int, ends: list[float], before: Timing, arrivals: Iterable[dict[Any, _Arrival]]
+        self, iterations: int, ends: list[float], counts: list[Timing], arrivals: Iterable[dict[Any, _Arrival]]
     ) -> None:
-        """Extrapolate the simulated iterations by `iterations` further ones. `ends` are end times of the simulated
-        ones, `before` the timing up to the last of these."""
+        """Extrapolate the simulated iterations by `iterations` further ones. `ends` are end times of simulated ones,
+        `counts` the timing before and after one of these."""
         half = len(ends) // 2
         passed = iterations * (ends[-1] - ends[half - 1]) / (len(ends) - half)
         self.free.update([(ipu, time + passed) for ipu, time in self.free.items()])
         self.links.update([(link, time + passed) for link, time in self.links.items()])
         for values in arrivals:
             values.update([(key, each._replace(time=each.time + passed)) for key, each in values.items()])
-        timing = self.timing
-        timing.copies += iterations * (timing.copies - before.copies)
-        timing.copied_bytes += iterations * (timing.copied_bytes - before.copied_bytes)
-        for ipu, seconds in timing.busy.items():
+        timing, (before, after) = self.timing, counts
+        timing.copies += iterations * (after.copies - before.copies)
+        timing.copied_bytes += iterations * (after.copied_bytes - before.copied_bytes)
+        for ipu, seconds in after.busy.items():
             timing.busy[ipu] += iterations * (seconds - before.busy.get(ipu, 0.0))
+
+    def duplicate(self, array: _Arrival) -> _Arrival:
+        """Copy a value on its IPU, which takes no time of its own."""
+        return array
 
     def _arrival(self, t: Tensor, ipu: int, time: float) -> _Arrival:
         return _Arrival(ipu, time, self.replicas * size_in_bytes(t))

@@ -169,7 +169,7 @@ class HostControlFlow(Step):
                 subplan.plan.run(inner, run)
         subplan.finish(inner, values, run)
         for key in self.drops:
-            del values[key]
+            values.pop(key, None)  # a `Frame` has none of the values of branches that were not taken
 
 
 @dataclass
@@ -258,7 +258,7 @@ class MemoryCurve:
             held = sum(size for alive in self._alive.values() for ipu, size, _ in alive.values() if ipu == step.ipu)
             self.segments.append((step, held, sum(self._made(step).values()) + temporaries))
         elif step.overlapped is not None:
-            step.overlapped.add_to(self)
+            step.overlapped.add_to(self, scope)
         else:
             for number, subplan in enumerate(step.subplans):
                 for inner in subplan.plan.steps:

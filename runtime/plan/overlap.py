@@ -40,19 +40,23 @@ class Frame(dict[Any, Any]):
         self, own: Values, outer: Values, keys: Mapping[Any, Any], run: PlanRun, copies: Mapping[Any, int] | None = None
     ) -> None:
         super().__init__(own)
-        self._outer, self._keys, self._run, self._copies = outer, keys, run, copies or {}
+        self._outer, self._keys, self._run, self._copies = outer, dict(keys), run, copies or {}
 
     def __missing__(self, key: Key) -> Any:
         if key not in self._keys:
             return self._run.absent(key)
-        value = self._outer[self._keys[key]]
+        value = self._outer[self._keys.pop(key)]
         self[key] = self._run.copy_to_ipu(value, self._copies[key]) if key in self._copies else value
         return self[key]
 
-    def detach(self, needed: Iterable[Key]) -> None:
-        """Take over values for later reads, and release the outer ones."""
-        for key in needed:
-            self[key]
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (key in self._keys and self._keys[key] in self._outer)
+
+    def detach(self) -> None:
+        """Take over all values that have not been read, and release the outer ones."""
+        for key in [*self._keys]:
+            if self._keys[key] in self._outer:
+                self[key]
         self._outer = {}
 
 
@@ -100,13 +104,13 @@ class _Execute(NamedTuple):
 
 
 class _Return(NamedTuple):
-    """An input that a call returns unchanged."""
+    """An input that a call returns unchanged: a copy, as the caller may overwrite it before the call has read it."""
 
     source: Place
     result: Place
 
     def perform(self, frames: Frames, run: PlanRun) -> None:
-        frames[self.result[0]][self.result[1]] = frames[self.source[0]][self.source[1]]
+        frames[self.result[0]][self.result[1]] = run.duplicate(frames[self.source[0]][self.source[1]])
 
 
 class _Drop(NamedTuple):
@@ -178,18 +182,19 @@ class OverlappedLoop:
                 action.perform(active[iteration], run)
             if lag == last:
                 ended = active.pop(iteration)[0]
-                ended.detach(subplan.carried.values())
+                if iteration + 1 in active:
+                    active[iteration + 1][0].detach()
                 yield ended
 
-    def add_to(self, curve: MemoryCurve) -> None:
-        """Add as many iterations to a memory curve as overlap."""
+    def add_to(self, curve: MemoryCurve, caller: Hashable) -> None:
+        """Add as many iterations to a memory curve as overlap. `caller` tells executions of the loop apart."""
         last = len(self.actions) - 1
         for iteration, lag in self.order(min(self.loop.iterations, last + 1)):
-            scope = (self.loop.op, iteration)
+            scope = (caller, self.loop.op, iteration)
             for action in self.actions[lag]:
                 if isinstance(action, _Execute):
                     curve.add(action.step, (*scope, action.frame))
-                    for (frame, t), (outer, result) in action.returned:
+                    for (frame, t), (outer, result) in dict(action.returned).items():  # to the last caller
                         curve.move((*scope, frame), t, (*scope, outer), result)
                 elif isinstance(action, _Drop):
                     frame, key = action.place
@@ -226,7 +231,7 @@ class _Body:
             use = Use(
                 [source for place in reads for source in self._sources(place) if place not in copied],
                 [*copied, *made, *(result for _, result in returned)],
-                [(frame, key) for key in step.drops],
+                [*((frame, key) for key in step.drops), *self._overwritten(step, frame)],
                 step.ipu,
                 [c for c in step.channels if c is not FAILURE],
             )
@@ -271,6 +276,15 @@ class _Body:
         while sources[-1] in self._bound:
             sources.append(self._bound[sources[-1]])
         return sources
+
+    def _overwritten(self, step: Segment | HostControlFlow, frame: int) -> list[Place]:
+        """Values whose memory a step may take for results: those of callers are gone, too."""
+        if isinstance(step, Segment):
+            keys: Iterable[Key] = (step.keys.get(t, t) for t in step.donated)
+        else:
+            given_up = {*step.drops, *step.makes}
+            keys = (key for key in step.operand_keys if key in given_up)
+        return [source for key in keys for source in self._sources((frame, key))[1:]]
 
     def _returned(self, place: Place) -> Iterator[Place]:
         """Values of callers that a result is, or that an overwritten input is."""

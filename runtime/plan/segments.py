@@ -92,6 +92,12 @@ class PlanRun:
         """Initial values that a graph has from constants."""
         return subplan.constants()
 
+    def duplicate(self, array: Array) -> Array:
+        """A copy in memory of its own."""
+        if isinstance(array, jax.ShapeDtypeStruct):  # of another process
+            return array
+        return jax.device_put(array, array.sharding, may_alias=False)
+
     def absent(self, key: Key) -> Array:
         """A value that nothing has computed."""
         raise KeyError(key)

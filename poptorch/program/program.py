@@ -254,7 +254,7 @@ class Program:
         with graph, popxl.in_sequence():
             own = {k: graph.add_input(t.spec, k.lstrip("/"), by_ref=True) for k, t in tensors.items()}
             body(own)
-        overlap = self._options.execution_strategy.overlaps_stages
+        overlap = self._options.execution_strategy.overlaps_stages and len({*self._model.ipus.values()}) > 1
         ops.repeat(graph, count, inputs_dict={own[key]: t for key, t in tensors.items()}, overlap=overlap)
 
     def _device_iteration(self, tensors: Tensors) -> list[popxl.Tensor | None]:

@@ -175,11 +175,10 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
             body.add_output(sums[t] + gradients[t])
         for t in row_gradients:
             body.add_output(gradients[t])
-    (run,) = op.runs
-    backwards = run.numbers.step > 0
+    backwards, overlap = (op.attributes.get(name, False) for name in ("backwards", "overlap"))
     sources = [*(own_inputs[k] for k in flowing), *invariants, *(rows[t] for t in row_gradients)]
     num_carried, names = len(flowing) + len(invariants), loop_names(body, EXTRA_OUTPUTS)
-    loop = loop_op(body, tuple(initial), count, num_carried, names, backwards, run.overlaps)
+    loop = loop_op(body, tuple(initial), count, num_carried, names, not backwards, overlap)
     return dict(zip(map(own_inputs.index, sources), loop.outputs, strict=True))
 
 

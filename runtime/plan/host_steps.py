@@ -115,11 +115,6 @@ class HostControlFlow(Step):
     overlapped: OverlappedLoop | None = None
 
     @property
-    def is_call(self) -> bool:
-        """Whether the op runs one graph once, without a condition."""
-        return len(self.subplans) == 1 and not self.op.runs[0].trait.is_loop
-
-    @property
     def operand_keys(self) -> tuple[Key, ...]:
         """Keys of the values that the op reads."""
         keys = [key for subplan in self.subplans for key in subplan.keys_by_input.values()]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from popxl.core.tensor import Tensor
+from popxl.core.traits import is_call
 from runtime.lowering.channels import FAILURE
 from runtime.plan.host_steps import HostControlFlow, HostSteps, MemoryCurve, SubPlan
 from runtime.plan.lags import Use, lags_of
@@ -220,7 +221,7 @@ class _Body:
         """Add the steps of a graph."""
         for step in plan.steps:
             copied = [(frame, (t, ipu)) for t, ipu in step.copies]
-            if isinstance(step, HostControlFlow) and step.is_call:
+            if isinstance(step, HostControlFlow) and is_call(step.op):
                 for t, ipu in step.copies:
                     self._add(_Copy(frame, t, ipu), Use(self._sources((frame, t)), [(frame, (t, ipu))]), frame)
                 self._add_call(step, frame)

@@ -96,7 +96,7 @@ class PlanRun:
         """A copy in memory of its own."""
         if isinstance(array, jax.ShapeDtypeStruct):  # of another process
             return array
-        return jax.device_put(array, array.sharding, may_alias=False)
+        return copied(array, array.sharding)
 
     def absent(self, key: Key) -> Array:
         """A value that nothing has computed."""

@@ -96,8 +96,8 @@ class SessionOptions(BaseModel):
         ge=0,
         description="Bytes of a device's memory that a program shall need at most; 0 if it may have all. Where the "
         "compiler of a TPU or GPU has a choice, it orders ops so that they need no more, in place of overlapping "
-        "copies and exchanges with them. A memory plan within a budget sets it. Programs that need more are compiled, "
-        "too: `session.memory()` says how much.",
+        "copies and exchanges with them. A memory plan within a budget sets it. A session warns about a program that "
+        "needs more, and runs it; `session.memory()` says what needs it.",
     )
     placement: Literal["auto", "several", "one"] = Field(
         default="auto",

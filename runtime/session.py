@@ -25,6 +25,7 @@ from popxl.core.tensor import HostScalarTensor, Variable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+from runtime.costs.memory import warn_of_exceeded_budget
 from runtime.files.session_files import load_session, write
 from runtime.lowering.channels import channels_of
 from runtime.machine import Machine
@@ -106,6 +107,7 @@ class Session(SessionInspection, SessionVariables):
         self._device = self.machine.device(device_desc, ir)
         write_checkpoint(ir, "Final")
         self.program = self.machine.program(ir, self._device, precompiled)
+        warn_of_exceeded_budget(ir, self.program)
         self.runner = self.machine.runner(self.program)
         if self.runner is None:
             self._store = VariableStore(self.program.layout)  # stays empty

@@ -14,6 +14,10 @@ from popxl.analysis.memory import (
     steps_of,
     variables_on_host,
 )
+from popxl.base.memory_requests import current_request
+from popxl.base.pages import bytes_text
+from popxl.base.source import SourceLocation, warn_at
+from popxl.context import user_frame
 from popxl.ir import Ir
 from popxl.values.spec import brief, size_in_bytes
 from runtime.program.compiled import CompiledProgram
@@ -49,6 +53,22 @@ def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
 def memory_of_ipus(ir: Ir, program: CompiledProgram) -> dict[int, DeviceMemory]:
     """Memory of the IPUs that are separate devices of this process; of 0, which represents all, if they are not."""
     return {ipu: _of_ipu(ir, program, ipu) for ipu in program.layout.own_ipus}
+
+
+def warn_of_exceeded_budget(ir: Ir, program: CompiledProgram) -> None:
+    """Warn about a program that needs more than `ir.options.memoryBudget`, except while a tool searches for a plan."""
+    budget = ir.options.memoryBudget
+    if not budget or current_request() is not None:
+        return
+    needed = max((each.device for each in memory_of_ipus(ir, program).values()), default=0)
+    if needed > budget:
+        warn_at(
+            SourceLocation.of(user_frame()),
+            f"Session: the program needs {bytes_text(needed)} of a device, {bytes_text(needed - budget)} more than its "
+            "budget, `ir.options.memoryBudget`. `session.memory()` lists what needs it. A budget of `train_step` plans "
+            "that step alone; `plan_memory`, or the command `popxl plan`, plans it with the rest of the program.",
+            UserWarning,
+        )
 
 
 def least_memory_of(layout: Layout) -> int:

@@ -162,56 +162,84 @@ def list_schedule(pipeline: Pipeline, rule: Rule, memory: float = math.inf) -> R
     A table has no pauses, so a device that would only wait for the memory of another one continues when the table is
     run. `PipelineSchedule.simulate` determines the real memory of its rows.
     """
-    needs, steps, durations = pipeline.needs, pipeline.steps, pipeline.durations
-    stages, devices, last = range(len(needs)), range(pipeline.devices), pipeline.last
-    sign = -1 if rule.forward_first else 1
-    order = [(s in pipeline.fillers, sign * pipeline.tail[s]) for s in stages]
-    by_priority = [sorted(device_stages, key=order.__getitem__) for device_stages in pipeline.device_stages]
-    leads = pipeline.leads if rule.limits_lead else {}
-    allocations: list[Counter[int]] = [Counter() for _ in stages]
-    reads: list[list[int]] = [[] for _ in stages]
-    for i, value in enumerate(pipeline.values):
-        allocations[value.made_in][value.device] += value.nbytes
-        for s in {*value.read_in}:
-            reads[s].append(i)
-    readers = [len({*value.read_in}) for value in pipeline.values]
-    started, finished, waits = [0] * len(needs), [0] * len(needs), Counter[tuple[int, int]]()
-    allocated = [0] * len(devices)
-    rows: Rows = [[] for _ in devices]
+    scheduler = _ListScheduler(pipeline, rule, memory)
+    rows: Rows = [[] for _ in range(pipeline.devices)]
     running: list[tuple[float, int, Task]] = []
-    now, free = 0.0, {*devices}
-
-    def may_begin(s: int) -> bool:
-        m = started[s]
-        if m == steps or any(finished[n] <= m for n in needs[s]):
-            return False
-        if s in leads and m - finished[leads[s][0]] >= leads[s][1]:
-            return False
-        if not needs[s] and rule.under_way is not None and m - min(finished[n] for n in last) >= rule.under_way:
-            return False
-        return all(allocated[d] + nbytes <= memory for d, nbytes in allocations[s].items())
-
+    now, free = 0.0, {*range(pipeline.devices)}
     while True:
         for device in sorted(free):
-            chosen = next((s for s in by_priority[device] if may_begin(s)), None)
-            if chosen is None:
-                continue
-            task = Task(chosen, started[chosen])
-            rows[device].append(task)
-            started[chosen] += 1
-            free.remove(device)
-            for d, nbytes in allocations[chosen].items():  # it is held from the start of its task
-                allocated[d] += nbytes
-            heapq.heappush(running, (now + durations[chosen], device, task))
+            if (task := scheduler.next_task(device)) is not None:
+                scheduler.start(task)
+                free.remove(device)
+                rows[device].append(task)
+                heapq.heappush(running, (now + pipeline.durations[task.stage], device, task))
         if not running:
-            break
+            return rows if scheduler.is_complete else None
         now = running[0][0]
         while running and running[0][0] == now:
             _, device, task = heapq.heappop(running)
             free.add(device)
-            finished[task.stage] += 1
-            for i in reads[task.stage]:
-                waits[i, task.micro_batch] += 1
-                if waits[i, task.micro_batch] == readers[i]:
-                    allocated[pipeline.values[i].device] -= pipeline.values[i].nbytes
-    return rows if min(finished) == steps else None
+            scheduler.finish(task)
+
+
+class _ListScheduler:
+    """State of a list schedule: started and finished tasks of each stage, and memory in use.
+
+    A value takes memory from the start of the task that makes it to the end of the last one that reads it.
+    """
+
+    def __init__(self, pipeline: Pipeline, rule: Rule, memory: float) -> None:
+        self._pipeline, self._rule, self._memory = pipeline, rule, memory
+        stages = range(len(pipeline.needs))
+        sign = -1 if rule.forward_first else 1
+        order = [(s in pipeline.fillers, sign * pipeline.tail[s]) for s in stages]
+        self._by_priority = [sorted(own, key=order.__getitem__) for own in pipeline.device_stages]
+        self._leads = pipeline.leads if rule.limits_lead else {}
+        self._started, self._finished = [0] * len(stages), [0] * len(stages)
+        self._allocated = [0] * pipeline.devices
+        self._allocations: list[Counter[int]] = [Counter() for _ in stages]  # bytes on each device
+        self._reads: list[list[int]] = [[] for _ in stages]
+        for i, value in enumerate(pipeline.values):
+            self._allocations[value.made_in][value.device] += value.nbytes
+            for s in {*value.read_in}:
+                self._reads[s].append(i)
+        self._reader_counts = [len({*value.read_in}) for value in pipeline.values]
+        self._finished_readers = Counter[tuple[int, int]]()  # of a value of a micro-batch
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tasks are finished."""
+        return min(self._finished) == self._pipeline.steps
+
+    def next_task(self, device: int) -> Task | None:
+        """The ready task with the highest priority on a device, if any."""
+        stage = next(filter(self._is_ready, self._by_priority[device]), None)
+        return None if stage is None else Task(stage, self._started[stage])
+
+    def _is_ready(self, stage: int) -> bool:
+        number, finished, pipeline = self._started[stage], self._finished, self._pipeline
+        needs, under_way = pipeline.needs[stage], self._rule.under_way
+        if number == pipeline.steps or any(finished[n] <= number for n in needs):
+            return False
+        if stage in self._leads:
+            reader, lead = self._leads[stage]
+            if number - finished[reader] >= lead:
+                return False
+        if not needs and under_way is not None and number - min(finished[n] for n in pipeline.last) >= under_way:
+            return False
+        return all(self._allocated[d] + nbytes <= self._memory for d, nbytes in self._allocations[stage].items())
+
+    def start(self, task: Task) -> None:
+        """Start a task: allocates what it makes."""
+        self._started[task.stage] += 1
+        for device, nbytes in self._allocations[task.stage].items():
+            self._allocated[device] += nbytes
+
+    def finish(self, task: Task) -> None:
+        """Finish a task: frees the values that it was the last to read."""
+        self._finished[task.stage] += 1
+        for i in self._reads[task.stage]:
+            self._finished_readers[i, task.micro_batch] += 1
+            if self._finished_readers[i, task.micro_batch] == self._reader_counts[i]:
+                value = self._pipeline.values[i]
+                self._allocated[value.device] -= value.nbytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -146,11 +147,8 @@ def train_step(
     if loss_scaling is None:
         loss_scaling = DynamicLossScaling() if precision and precision.dtype is popxl.float16 else 1.0
     with popxl.in_sequence():
-        factories, forward = (
-            module.create_graph(*batch.specs, **settings)
-            if precision is None
-            else precision.create_graph(module, *batch.specs, **settings)
-        )
+        create_graph = module.create_graph if precision is None else partial(precision.create_graph, module)
+        factories, forward = create_graph(*batch.specs, **settings)
         _check(module, forward, len(specs))
         for stream in streams:
             if stream.num_host_transfers < accumulate:
@@ -162,20 +160,10 @@ def train_step(
         batches = (micro_batch for sources in loaded for micro_batch in batch.slices_of(sources))
         forward = gather_where_read(forward, variables)
         weights = variables if precision is None else precision.cast(variables, forward.args)
-        treated = memory
-        if memory is None and any(t.meta_shape for t in forward.args.tensors):
-            treated = "everything"  # but for the weights that layers gather
-        planned = None if treated is None else PlannedGradients(forward.graph, cast(Any, treated), count, location)
-        if planned is not None:
-            planned.warn_if_nothing_is_saved()
+        planned = _planned_gradients(forward, memory, count, location)
         bound = _bound(forward.args, weights, variables)
         mean, unreduced = _gradients(forward, bound, batches, accumulate * count, scale, planned)
-        gradients = {
-            name: g if forward.args[name].meta_shape else _mean_gradient(g, variables[name])
-            for name, g in unreduced.to_dict().items()
-        }
-        if popxl.gir().replication_factor > 1:
-            mean = ops.collectives.replicated_all_reduce(mean, "mean")
+        mean, gradients = _means_over_replicas(mean, unreduced, forward.args, variables)
         trained = NamedTensors.from_dict({name: variables[name] for name in gradients})
         with state_on(location):
             state = optimizer(trained, gradients, loss_scaling=scale)
@@ -345,6 +333,20 @@ def _check(module: Module, forward: GraphWithNamedArgs, fed: int) -> None:
         )
 
 
+def _planned_gradients(
+    forward: GraphWithNamedArgs, memory: Any, count: int, location: StateLocation
+) -> PlannedGradients | None:
+    """Gradients under a memory plan or policy, if there is one, or if layers gather sharded weights: then everything
+    but the gathered weights is kept."""
+    if memory is None and any(t.meta_shape for t in forward.args.tensors):
+        memory = "everything"
+    if memory is None:
+        return None
+    planned = PlannedGradients(forward.graph, memory, count, location)
+    planned.warn_if_nothing_is_saved()
+    return planned
+
+
 def _gradients(
     forward: GraphWithNamedArgs,
     weights: NamedTensors,
@@ -380,6 +382,19 @@ def _gradients(
         backward.bind(accumulators).call(start, args=backward.grad_graph_info.inputs_dict(site))
         total = total + _upcast(site.outputs[0])
     return total / count, accumulators.accum
+
+
+def _means_over_replicas(
+    loss: popxl.Tensor, gradients: NamedTensors, args: NamedTensors, variables: NamedTensors
+) -> tuple[popxl.Tensor, dict[str, popxl.Tensor]]:
+    """Loss and gradients of all replicas, as means. Those of weights that layers gather are reduced there."""
+    means = {
+        name: g if args[name].meta_shape else _mean_gradient(g, variables[name])
+        for name, g in gradients.to_dict().items()
+    }
+    if popxl.gir().replication_factor > 1:
+        loss = ops.collectives.replicated_all_reduce(loss, "mean")
+    return loss, means
 
 
 def _loaded(source: popxl.Tensor | popxl.HostToDeviceStream, precision: MixedPrecision | None) -> popxl.Tensor:

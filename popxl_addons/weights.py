@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -135,11 +135,51 @@ def load_safetensors(
         np.float32(6.0)
     """
     by_name = _session_variables("load_safetensors", variables, session)
+    loads = _loads(by_name, place, _table(names, by_name), narrow, partial, session)
+    owners = () if session is None else dict.fromkeys(session.owner_of(v)[0] for v in by_name.values())
+    attached = [owner for owner in owners if owner.is_attached]
+    for owner in attached:
+        owner.weights_to_host()  # the upload below is of all variables
+    copies = {id(each.variable.ir.host_copies): each.variable.ir.host_copies for each in loads}
+    with ExitStack() as locked:
+        for _, copy in sorted(copies.items()):
+            locked.enter_context(copy.lock)
+        for each in loads:
+            each.copy()
+        for copy in copies.values():
+            copy.record_write()
+    for owner in attached:
+        owner.weights_from_host()
+
+
+class _Load(NamedTuple):
+    """A weight of a file, and the variable that takes it."""
+
+    variable: Variable
+    weight: _Weight
+    stored: Stored
+
+    def copy(self) -> None:
+        """Copy the weight into the variable's host copy. `_problem` has found nothing wrong."""
+        array = _as_ours(self.weight.mapped(), self.stored)
+        for target, index in _group_slices(self.variable, array.shape, self.stored.rows) or ():
+            np.copyto(target, 0 if index is None else array[index], casting="unsafe")
+
+
+def _loads(
+    by_name: Mapping[str, Variable],
+    place: str | os.PathLike[str],
+    table: Names,
+    narrow: bool,
+    partial: bool,
+    session: popxl.Session | None,
+) -> list[_Load]:
+    """What to load into each variable, and into those of other sessions that it stands for. `ValueError` with all
+    problems: missing, left over, and unfit weights."""
     weights = _weights_at(place)
-    table = _table(names, by_name)
     removed_prefix = "" if any(name.startswith(table.prefix) for name in weights) else table.prefix
     missing, unfit, used = [], [], set()
-    work: list[tuple[Variable, _Weight, Stored]] = []
+    loads: list[_Load] = []
     for name, v in by_name.items():
         stored = table.stored_form(name)
         file_name = "" if stored is None else stored.name.removeprefix(removed_prefix)
@@ -151,31 +191,14 @@ def load_safetensors(
         for home in dict.fromkeys([v] if session is None else [v, session.owner_of(v)[1]]):
             if problem := _problem(home, weight, stored, narrow):
                 unfit.append(f"`{name}` is {v.dtype.name}{list(v.shape)}, and `{file_name}` is {weight}: {problem}")
-            work.append((home, weight, stored))
+            loads.append(_Load(home, weight, stored))
     ignored = {name.removeprefix(removed_prefix) for name in table.ignored}
     unused = [] if partial else [f"`{n}`" for n in weights if n not in used and pattern(n)[0] not in ignored]
     problems = {"missing in the file": missing, "left over in the file": unused, "unfit": unfit}
     if any(problems.values()):
         problems_text = "; ".join(f"{kind}: {', '.join(items)}" for kind, items in problems.items() if items)
         raise ValueError(f"load_safetensors: nothing has been loaded from `{os.fspath(place)}`. {problems_text}.")
-    if not work:
-        return
-    owners = () if session is None else dict.fromkeys(session.owner_of(v)[0] for v in by_name.values())
-    attached = [owner for owner in owners if owner.is_attached]
-    for owner in attached:
-        owner.weights_to_host()  # the upload below is of all variables
-    copies = {id(home.ir.host_copies): home.ir.host_copies for home, *_ in work}
-    with ExitStack() as locked:
-        for _, copy in sorted(copies.items()):
-            locked.enter_context(copy.lock)
-        for v, weight, stored in work:
-            array = _as_ours(weight.mapped(), stored)
-            for target, index in _group_slices(v, array.shape, stored.rows) or ():
-                np.copyto(target, 0 if index is None else array[index], casting="unsafe")  # looked at above
-        for copy in copies.values():
-            copy.record_write()
-    for owner in attached:
-        owner.weights_from_host()
+    return loads
 
 
 def _session_variables(

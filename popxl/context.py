@@ -13,7 +13,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
@@ -154,6 +154,19 @@ class Context(threading.local):
         finally:
             for name, value in before.items():
                 setattr(self, name, value)
+
+    def located_at(self, ipu: int | None, io_tiles: bool | None) -> AbstractContextManager[None]:
+        """Place the ops of a `with` block at a location, such as that of a tensor; without an IPU for `None`.
+
+        Example:
+            >>> with popxl.context.get_current_context().located_at(*t.location):
+            ...     copy = ops.identity(t)
+        """
+        return self.set(ipu_id=ipu, io_tile_set=bool(io_tiles))
+
+    def on_ipu(self, ipu: int | None) -> AbstractContextManager[None]:
+        """Place the ops of a `with` block on an IPU; for `None`, on the current one."""
+        return self.set(ipu_id=self.ipu_id if ipu is None else ipu)
 
     # Hooks ----------------------------------------------------------------------------------------------------------
 

@@ -35,9 +35,9 @@ from poptorch.program.request import ProgramRequest
 from poptorch.program.returned import Returned, iteration_slot, result_slot
 from poptorch.program.state_layout import LOSS_SCALE_FACTOR
 from poptorch.program.storage import Storage, Stored
-from poptorch.program.updates import at_ipu
 from poptorch.settings.locations import is_off_chip
 from popxl import ops
+from popxl.context import get_current_context
 
 
 class Program:
@@ -173,7 +173,7 @@ class Program:
                     tensors[f"/{leaf}"] = _noise(popxl.TensorSpec(shape, spec.dtype), number)
                     continue
                 self.io.inputs[number] = popxl.h2d_stream(shape, spec.dtype, leaf)
-                with at_ipu(self._model.ipus.get(f"/{leaf}")):
+                with get_current_context().on_ipu(self._model.ipus.get(f"/{leaf}")):
                     tensors[f"/{leaf}"] = ops.host_load(self.io.inputs[number], leaf)
         for number, value in enumerate(self._captured.slots):
             key, shape = f"{SLOT}{number}", (micro_batches,) if micro_batches > 1 else ()
@@ -331,7 +331,7 @@ class Program:
 
     def _on_ipu_of(self, result: Returned) -> AbstractContextManager[Any]:
         """Context in which ops are on the IPU of a result."""
-        return at_ipu(self._tensor(result).location[0])
+        return get_current_context().on_ipu(self._tensor(result).location[0])
 
     @property
     def _adjusting(self) -> frozenset[str]:
@@ -385,7 +385,7 @@ class Program:
         for name in names:
             new = values[id(self._updated[name])]
             ipu = self._model.ipus.get(name, new.location[0])
-            with at_ipu(ipu):
+            with get_current_context().on_ipu(ipu):
                 ops.var_updates.copy_var_update_(tensors[name], copied_to_ipu(new, ipu))
 
     def _outputs(self) -> list[Value]:
@@ -402,7 +402,7 @@ class Program:
             return seed
         t = tensors[key]
         if INDEX in tensors and key.startswith("/"):
-            with at_ipu(ipu := self._model.ipus.get(key)):
+            with get_current_context().on_ipu(ipu := self._model.ipus.get(key)):
                 index = copied_to_ipu(tensors[INDEX], ipu)
                 rows = ops.dynamic_slice(t, index, axes=[0], sizes=[1], no_overlap=True)
                 return ops.reshape(rows, t.shape[1:])
@@ -437,7 +437,7 @@ class Program:
             scale = scale * (1 / self._replicas)
         if not isinstance(scale, popxl.Tensor):
             return popxl.constant(np.full(loss.shape, scale), loss.dtype, "loss_gradient")
-        with at_ipu(loss.location[0]):
+        with get_current_context().on_ipu(loss.location[0]):
             return cast_like(scale, loss.dtype) * popxl.constant(np.ones(loss.shape), loss.dtype)
 
     def _accumulate(self, tensors: Tensors) -> None:

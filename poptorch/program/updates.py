@@ -47,7 +47,6 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -257,7 +256,7 @@ class Update:
             for name in names:
                 gradient = gradients[name]
                 parameter = parameters.get(name, gradient)
-                with at_ipu(next(iter(readers.get(parameter, ())), parameter.location[0])):
+                with get_current_context().on_ipu(next(iter(readers.get(parameter, ())), parameter.location[0])):
                     self._step(name, parameters.get(name), gradient, scale, operand, state, stored_weights[name])
             half = [name for name in names if stored_weights[name].spec.dtype == popxl.float16]
             if self.adjusts and (half or largest is not None):
@@ -317,7 +316,7 @@ class Update:
                     by_ipu[t.location[0]].append(t)
             of_ipus = []
             for ipu, there in by_ipu.items():
-                with at_ipu(ipu):
+                with get_current_context().on_ipu(ipu):
                     of_ipus.append(kind(*there))
             here = get_current_context().ipu_id
             partial_result = functools.reduce(combine, [copied_to_ipu(t, here) for t in of_ipus])
@@ -331,8 +330,3 @@ class Update:
 def _on_device(name: str, value: np.ndarray, grouping: popxl.ReplicaGrouping | None) -> Stored:
     v = popxl.variable(value, name=name, replica_grouping=grouping)
     return Stored(v.spec, v, v)
-
-
-def at_ipu(ipu: int | None) -> AbstractContextManager[Any]:
-    """Context in which ops are on an IPU; the current context for `None`."""
-    return nullcontext() if ipu is None else popxl.ipu(ipu)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import nullcontext
 from typing import Any
 
 from popxl import dtypes
@@ -184,8 +183,7 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
 
 def _stack_row(stack: Tensor, iteration: Tensor, t: Tensor) -> Tensor:
     """One iteration's row of a stack, selected on the stacked tensor's IPU."""
-    ipu = final_ipu(t)
-    with nullcontext() if ipu is None else get_current_context().set(ipu_id=ipu):
+    with get_current_context().on_ipu(final_ipu(t)):
         return row(stack, iteration)
 
 

@@ -9,7 +9,6 @@ graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -223,7 +222,7 @@ class _Differentiation:
                         if self.transform is not None and info is not None:
                             self.infos[callee] = self.transform(info)
                 forward = Forward(op, self.follows, self.counterpart, self.infos.get, self._counterpart_in_last_layout)
-                with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
+                with get_current_context().located_at(op.ipu, op.io_tiles):
                     for i, contribution in gradients(forward, gs).items():
                         self._contribute(op.inputs[i], contribution)
         if derivative is not None:
@@ -257,7 +256,7 @@ class _Differentiation:
         """A gradient under the name of its tensor; one that was passed through still has another's."""
         name = f"Gradient___{t.name}"
         is_named = name in (gradient.name, gradient.name.rpartition("__t")[0])
-        with self._located_at(gradient):
+        with get_current_context().located_at(*gradient.location):
             named = gradient if is_named else identity(gradient, name)
         self.graph.show_as({named: f"Gradient___{t.path}"})
         return named
@@ -319,7 +318,7 @@ class _Differentiation:
         if terms is not None:
             if t in self.gradients:
                 terms.insert(0, self.gradients[t])
-            with self._located_at(terms[0]):
+            with get_current_context().located_at(*terms[0].location):
                 total = terms[0] if len(terms) == 1 else add_n(*terms)
             if len(terms) > 1 or self._has_no_name(total):
                 self.graph.rename(total, _name_within(t))
@@ -327,12 +326,6 @@ class _Differentiation:
                 self.renamed.add(total)
             self.gradients[t] = total
         return self.gradients.get(t)
-
-    @staticmethod
-    def _located_at(t: Tensor) -> AbstractContextManager[None]:
-        """Context in which ops are on the IPU and the tiles of a tensor."""
-        ipu, io_tiles = t.location
-        return get_current_context().set(ipu_id=ipu, io_tile_set=bool(io_tiles))
 
     def _has_no_name(self, gradient: Tensor) -> bool:
         """Whether a gradient computed here lacks a name, or has a callee's tensor name."""
@@ -365,7 +358,7 @@ class _Differentiation:
 
     def _reloaded(self, t: Tensor) -> Tensor:
         """An activation that the forward graph offloads, copied back once the gradients are there."""
-        with self._located_at(t):
+        with get_current_context().located_at(*t.location):
             with self.forward_graph:
                 away = offload(t)
             self.activations[away] = self.graph.add_input_like(away)
@@ -398,7 +391,7 @@ class _Differentiation:
                     "gradient, and this op cannot be carried out twice: move it out of the branch, or return what it "
                     "makes from both branches."
                 )
-            with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
+            with get_current_context().located_at(op.ipu, op.io_tiles):
                 self.recomputed[op] = op.clone(self._operands_again(op))
 
     def _operands_again(self, op: Op) -> list[Tensor]:

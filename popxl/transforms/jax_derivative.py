@@ -107,7 +107,7 @@ class JaxDerivative:
             return None
         site = graph.call_sites[0]
         recorder = self._recorder.for_graph(graph)
-        with get_current_context().set(ipu_id=site.ipu, io_tile_set=site.io_tiles), recorder.within(graph):
+        with get_current_context().located_at(site.ipu, site.io_tiles), recorder.within(graph):
             return recorder.record(first, graph.inputs), second
 
     def _by_one_op(

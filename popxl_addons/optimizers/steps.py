@@ -162,12 +162,12 @@ def _norm(trained: Iterable[Trained], loss_scaling: float | popxl.Tensor, placem
     for variable in trained:
         ipu = placement.ipu_of(variable.gradient)
         scale = placement.copy_to(loss_scaling, ipu) if isinstance(loss_scaling, popxl.Tensor) else loss_scaling
-        with get_current_context().set(ipu_id=ipu):
+        with get_current_context().on_ipu(ipu):
             squares_by.setdefault((variable.copies, ipu), []).append(grad_reduce_square_add(variable.gradient, scale))
     replicas = popxl.gir().replication_factor
     total = []
     for (holders, ipu), squares in squares_by.items():
-        with get_current_context().set(ipu_id=ipu):
+        with get_current_context().on_ipu(ipu):
             square_sum = ops.add_n(*squares)
             if holders < replicas:
                 square_sum = ops.collectives.replicated_all_reduce(square_sum) / holders
@@ -200,7 +200,7 @@ def _finite(trained: Sequence[Trained], placement: Placement) -> popxl.Tensor:
     replicas = popxl.gir().replication_factor
     flags = []
     for ipu, variables in by_ipu.items():
-        with get_current_context().set(ipu_id=ipu):
+        with get_current_context().on_ipu(ipu):
             flag = all_finite((v.gradient for v in variables), any(v.copies < replicas for v in variables))
         flags.append(placement.copy_to(flag, target_ipu))
     return reduce(ops.logical_and, flags)
@@ -273,7 +273,7 @@ class Step:
         gradient, number, *factors = (
             self._placement.copy_to(t, ipu) for t in (variable.gradient, self.number, *self.factors)
         )
-        with get_current_context().set(ipu_id=ipu):
+        with get_current_context().on_ipu(ipu):
             state = [
                 self.new_state(
                     f"{variable.name}.{name}", variable.state(name, *(s if isinstance(s, tuple) else (s,))), gradient

@@ -292,8 +292,7 @@ class StageContext:
             with self._stage_context(from_stage):
                 copy = ops.identity(t)  # `t` may be changed in place later
             return copy if t.shape else copy.reshape((1,))
-        ipu = t.location[0]
-        with get_current_context().set(ipu_id=get_current_context().ipu_id if ipu is None else ipu):
+        with get_current_context().on_ipu(t.location[0]):
             facts, write = self._stash.create_graph(t, slots)
             ring = self._zeros(facts)
             with self._stage_context(from_stage):

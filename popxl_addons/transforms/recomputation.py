@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Container, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple, get_args
 
@@ -182,7 +182,7 @@ def recompute_activations(
 def _on_ipu_of(grad: popxl.Graph) -> AbstractContextManager[None]:
     """Context in which new ops are on the IPU of a gradient graph, if it is on one: else its caller would be on two."""
     ipus = ipus_by_graph(grad)[grad]
-    return get_current_context().set(ipu_id=next(iter(ipus))) if len(ipus) == 1 else nullcontext()
+    return get_current_context().on_ipu(next(iter(ipus)) if len(ipus) == 1 else None)
 
 
 def _ordered(results: Sequence[popxl.Tensor]) -> list[popxl.Tensor]:
@@ -237,7 +237,7 @@ def _compute(recomputed: RecomputedOps, values: _Bound, first: popxl.Tensor, ava
     waiting = recomputed.reads.intersection(values) - recomputed.saved - available
     delayed: _Bound = {}
     for op, inner in recomputed.ops:
-        with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
+        with get_current_context().located_at(op.ipu, op.io_tiles):
             if inner is not None:
                 _compute_in_part(op, inner, values, first, waiting)
                 continue
@@ -349,7 +349,7 @@ def _leading(graph: popxl.Graph, wanted: Iterable[popxl.Tensor], known_values: s
 
 def _offloaded(t: popxl.Tensor) -> popxl.Tensor:
     """Add an output to a forward graph: a copy of an activation in host memory."""
-    with t.graph, get_current_context().set(ipu_id=t.location[0], io_tile_set=bool(t.location[1])):
+    with t.graph, get_current_context().located_at(*t.location):
         copy = ops.offload(t)
     t.graph.add_output(copy)
     return copy

@@ -95,7 +95,7 @@ class _Watched:
     """Mixin class that announces reads."""
 
     _original: type
-    _refs: _Refs
+    _refs: tuple[weakref.ref[Any], ...]  # without `_Refs`: base classes of users may evaluate annotations
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _announce_read(type(self))

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import typing
 import weakref
 
 import numpy as np
@@ -292,6 +293,31 @@ def test_classes_are_subclasses(module, training):
     assert module.second.weight is module.first.weight
     assert "PoptorchModel(" in repr(module) and repr(module.scale).startswith("Parameter containing:\ntensor(2.")
     assert repr(module.steps) == "tensor([0, 0])"
+
+
+class Hinted(torch.nn.Module):
+    """Base class that evaluates the annotations of its subclasses, as that of `transformers` does."""
+
+    def __init_subclass__(cls, **settings):
+        super().__init_subclass__(**settings)
+        typing.get_type_hints(cls)
+
+
+class HintedLinear(Hinted):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.layer(x), "sum")
+
+
+def test_classes_whose_annotations_are_evaluated():
+    model, x = HintedLinear(), torch.ones(4, 3)
+    expected = copy.deepcopy(model)(x)
+    wrapped = poptorch.trainingModel(model)
+    torch.testing.assert_close(wrapped(x), expected.detach())
+    assert wrapped.isCompiled() and type(model).__name__ == "PoptorchHintedLinear"
 
 
 def test_results_of_ops_are_plain_tensors(module, training):

@@ -136,8 +136,8 @@ def _is_integer(index: Any) -> bool:
 def index_by_masks(tracer: Tracer, t: torch.Tensor, indices: Any) -> Any:
     """Index by masks with known contents; `None` if a mask is unknown and no graph break is allowed."""
     if isinstance(indices, torch.Tensor):
-        with tracer.op_interceptor:
-            t, indices = torch.broadcast_tensors(t, indices)
+        with tracer.recorder.recording_decomposition(), tracer.op_interceptor:
+            t, indices = torch.broadcast_tensors(*torch.atleast_1d(t, indices))
         indices = [indices]
     positions = masks_to_indices(tracer.contents, indices)
     return None if positions is None else tracer.record_op(torch.ops.aten.index.Tensor, (t, positions), {})

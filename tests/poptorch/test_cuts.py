@@ -293,6 +293,33 @@ def test_labels_that_are_left_out_of_a_loss() -> None:
     assert kept() is None
 
 
+class Selecting(nn.Module):
+    """Elements of a linear layer that a mask selects, known in advance or only in a run."""
+
+    def __init__(self, select: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.select = nn.Linear(3, 2), select
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        selected = self.select(self.layer(x))
+        return selected, poptorch.identity_loss(selected.square(), "sum")
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda y: y.masked_select(y > 0),
+        lambda y: y.masked_select(torch.tensor([True, False])),
+        lambda y: y[0].masked_select(torch.tensor([[True, False], [True, True]])),
+        lambda y: y.sum().masked_select(torch.tensor(True)),
+    ],
+    ids=["of a run", "known", "broadcast", "of a number"],
+)
+def test_masked_select_is_trained(select: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    steps_agree(Selecting(select), [(X,), (X * 2,)])
+
+
 class Routed(nn.Module):
     """Rows go where their numbers are largest; a layer to which none goes has no gradient, and stays as it is."""
 

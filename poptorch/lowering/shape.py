@@ -313,9 +313,14 @@ def pad(input: Any, *, pad: tuple[int, ...], mode: str = "constant", value: Numb
     ends = [(0, 0)] * (input.ndim - len(sizes)) + sizes[::-1]
     if mode == "constant":
         return lax.pad(input, jnp.asarray(value or 0, input.dtype), [(*each, 0) for each in ends])
-    by_name = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
-    longer = jnp.pad(widen(input), [(max(low, 0), max(high, 0)) for low, high in ends], by_name[mode])
-    kept = tuple(
-        slice(max(-low, 0), size - max(-high, 0)) for (low, high), size in zip(ends, longer.shape, strict=True)
-    )
-    return longer[kept].astype(input.dtype)
+    added = [(max(low, 0), max(high, 0)) for low, high in ends]
+    wide = widen(input)
+    if mode == "circular":  # repeats what is kept
+        return jnp.pad(_cropped(wide, ends), added, "wrap").astype(input.dtype)
+    by_name = {"reflect": "reflect", "replicate": "edge"}
+    return _cropped(jnp.pad(wide, added, by_name[mode]), ends).astype(input.dtype)
+
+
+def _cropped(x: Any, ends: Sequence[tuple[int, int]]) -> Any:
+    """Remove as many elements from each end as negative sizes say."""
+    return x[tuple(slice(max(-low, 0), size - max(-high, 0)) for (low, high), size in zip(ends, x.shape, strict=True))]

@@ -24,7 +24,7 @@ def texts(program: CompiledProgram) -> dict[str, str]:
     if plan is None:
         return {"the program": program.executable.as_text()}
     text_of_purpose: dict[str, str] = {}
-    for ipu, pair in plan.ends.items():
+    for ipu, pair in plan.streams.ends.items():
         for name, executable in zip(("feeds", "fetches"), pair, strict=True):
             purpose = f"{name} of IPU {ipu}" if len(program.layout.ipus) > 1 else name
             text_of_purpose[_unused(purpose, text_of_purpose)] = executable.as_text()
@@ -48,5 +48,5 @@ def executables_of(program: CompiledProgram) -> Iterator[tuple[Structure | None,
     if plan is None:
         yield None, program.executable, 1
         return
-    yield from ((None, executable, 1) for pair in plan.ends.values() for executable in pair)
+    yield from ((None, executable, 1) for pair in plan.streams.ends.values() for executable in pair)
     yield from ((structure, structure.executable, times) for structure, times in plan.runs.items())

@@ -6,7 +6,7 @@ A step is a compiled segment, or an op whose graphs the host executes: `HostCont
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +17,7 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.graph import Graph
 from popxl.values.spec import size_in_bytes
-from runtime.lowering.channels import Channel
+from runtime.lowering.channels import FAILURE, Channel
 from runtime.plan.compile_options import CompileOptions
 from runtime.plan.segments import Key, PlanRun, Segment, Step, Values
 
@@ -131,7 +131,7 @@ class HostControlFlow(Step):
         """Number of executions of the graph in a run."""
         return len(self.numbers)
 
-    def prepare(self, options_at: Mapping[int, CompileOptions]) -> None:
+    def prepare(self, options_at: Mapping[int, CompileOptions], shared: Container[Channel]) -> None:
         """Upload constant arguments to the IPUs that read them."""
         for subplan in self.subplans:
             subplan.prepare(options_at, self.ipu)
@@ -209,6 +209,14 @@ class HostSteps:
             for c in segment.channels:
                 homes.setdefault(c, segment.ipu)
         return homes
+
+    def shared_channels(self) -> set[Channel]:
+        """Streams and buffers that segments on several IPUs use."""
+        ipus: defaultdict[Channel, set[int]] = defaultdict(set)
+        for segment in self.segments():
+            for c in segment.channels:
+                ipus[c].add(segment.ipu)
+        return {c for c, used_on in ipus.items() if len(used_on) > 1 and c is not FAILURE}
 
     def prepare(self, options_at: Mapping[int, CompileOptions], ipu: int) -> None:
         """Upload initial values of modified constants to their IPUs. These arrays are never donated."""

@@ -13,8 +13,9 @@ unless they depend on each other, and so do the stages of a pipeline, whose loop
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -70,6 +71,71 @@ def _check_shared(shared: Collection[Channel], options_at: Mapping[int, CompileO
         )
 
 
+def _check_values(steps: HostSteps, variables: Iterable[Tensor]) -> None:
+    """Raise an error for a step that reads a value before any step makes it."""
+    known = {*variables, *steps.changed}
+    for step in steps.steps:
+        for t in step.reads:
+            if t not in known:
+                raise no_value(t)
+        known.update(step.makes)
+
+
+@dataclass(frozen=True)
+class PlanStreams:
+    """Streams and failed checks of a plan: their states at the start of a run, and the fetches at its end.
+
+    Attributes:
+        inputs, outputs: streams, in the order of feeds and of fetches.
+        channels: streams, and the failed checks, of each IPU.
+        ends: two compiled JAX functions for each IPU with streams: the first computes the initial state of its
+            channels from the feeds, where `None` in place of the transfers of a feed means the feed itself; the second
+            computes the fetches from the final state. The first one is `None` if the IPU belongs to another process.
+        options_at: compile options of each IPU.
+    """
+
+    inputs: Sequence[Stream]
+    outputs: Sequence[Stream]
+    channels: Mapping[int, Sequence[Stream | Failure]]
+    ends: Mapping[int, tuple[Any, Any]]
+    options_at: Mapping[int, CompileOptions]
+
+    def initial_states(self, ipu: int, feeds: Mapping[Channel, Array], run: PlanRun) -> dict[Channel, Any]:
+        """States of an IPU's channels at the start of a run."""
+        if ipu not in self.ends:
+            return {}
+        here = self.channels[ipu]
+        begin, _ = self.ends[ipu]
+        if begin is None:
+            return {c: described_state(c, self.options_at[ipu]) for c in here}
+        states = run.call(begin, lambda: "feeds", tuple(feeds[c] for c in here if c in feeds))
+        return {
+            c: (self._fed(feeds[c], ipu) if array is None else array, position)
+            for c, (array, position) in zip(here, states, strict=True)
+        }
+
+    def _fed(self, feed: Array, ipu: int) -> Array:
+        """Feed used without a prologue copy. Several segments, such as loop iterations, may read it."""
+        return feed if len(self.options_at) == 1 else jax.device_put(feed, self.options_at[ipu].replicas.sharding())
+
+    def fetches(self, shared: Collection[Channel], run: PlanRun) -> tuple[Array, ...]:
+        """Transfers of the output streams, and failed checks of each IPU, at the end of a run.
+
+        Args:
+            shared: channels that several IPUs use.
+        """
+        transfers: dict[Channel, Array] = {}
+        failures: list[Array] = []
+        for ipu, (_, end) in self.ends.items():
+            here = [c for c in self.channels[ipu] if not isinstance(c, HostToDeviceStream)]
+            states = run.channels(ipu, [c for c in here if c in shared])
+            found = run.call(end, lambda: "fetches", [run.own_copy(states.transfers(c)) for c in here])
+            streams = [c for c in here if c is not FAILURE]
+            transfers |= zip(streams, found[: len(streams)], strict=True)
+            failures += found[len(streams) :]
+        return (*(transfers[s] for s in self.outputs), *failures)
+
+
 class Plan:
     """Host-executed program: `(changing, constant, feeds) -> (changing, fetches)`. Before the first run, `compile` or
     `adopt` provides the executables of its segments.
@@ -81,13 +147,10 @@ class Plan:
         changed, read: storages of changed variables, and of variables only read.
         buffers: remote buffers that it uses, and their IPUs; their arrays follow those of `changed` as inputs and
             outputs.
-        ends: two compiled JAX functions for each IPU with streams: the first computes the initial state of its
-            channels from the feeds, where `None` in place of the transfers of a feed means the feed itself; the second
-            computes the fetches from the final state. The first one is `None` if the IPU belongs to another process.
 
     Attributes:
-        changed: storages that the program changes, at the start and at the end of the steps.
-        ends: as passed.
+        steps, streams: as passed.
+        changed: storages that the program changes, with their IPUs at the start and at the end of the steps.
         compile_seconds: compile times of structures that no earlier program had compiled.
     """
 
@@ -97,41 +160,24 @@ class Plan:
         changed: Sequence[Tensor],
         read: Sequence[Tensor],
         buffers: Mapping[RemoteBuffer, int],
-        inputs: Sequence[Stream],
-        outputs: Sequence[Stream],
-        channels: Mapping[int, Sequence[Stream | Failure]],
-        options_at: Mapping[int, CompileOptions],
-        ends: Mapping[int, tuple[Any, Any]],
+        streams: PlanStreams,
     ) -> None:
         self.steps = steps
         self._variables = (*changed, *read)
         self.changed = tuple((v, steps.initial_ipus[v], steps.final_ipus[v]) for v in changed)
         self._buffers = buffers
-        self._inputs, self._outputs = inputs, outputs
-        self._channels = channels
-        self._ipus = {c: ipu for ipu, cs in channels.items() for c in cs} | dict(buffers)
-        self._options_at = options_at
-        self._stages = stages_of(options_at)
-        self.ends = ends
+        self.streams = streams
+        self._ipus = {c: ipu for ipu, channels in streams.channels.items() for c in channels} | dict(buffers)
+        self._options_at = streams.options_at
+        self._stages = stages_of(self._options_at)
         self.compile_seconds: dict[Structure, float] = {}
-        known = {*self._variables, *steps.changed}
-        for step in steps.steps:
-            for t in step.reads:
-                if t not in known:
-                    raise no_value(t)
-            known.update(step.makes)
-        users: defaultdict[Channel, set[int]] = defaultdict(set)
-        for segment in self.segments:
-            for c in segment.channels:
-                users[c].add(segment.ipu)
-        self._shared_channels = {c for c, ipus in users.items() if len(ipus) > 1 and c is not FAILURE}
+        _check_values(steps, self._variables)
+        self._shared_channels = steps.shared_channels()
         if self._stages is not None:
-            _check_shared(self._shared_channels, options_at)
-        for segment in self.segments:
-            segment.shared_channels = tuple(c for c in segment.channels if c in self._shared_channels)
-        steps.prepare(options_at, next(iter(options_at)))
+            _check_shared(self._shared_channels, self._options_at)
+        steps.prepare(self._options_at, next(iter(self._options_at)))
         for step, _ in steps.all_steps():
-            step.prepare(options_at)
+            step.prepare(self._options_at, self._shared_channels)
 
     def compile(self) -> None:
         """Compile the structures of this process's segments that have no executable yet."""
@@ -161,49 +207,18 @@ class Plan:
         values = dict(zip(self._variables, (*changing[:count], *constant), strict=True))
         channels: dict[int, Channels] = {}
         run = PlanRun(self._options_at, self._ipus, channels, recorder, self._stages)
-        given: dict[Channel, Array] = dict(zip(self._inputs, feeds, strict=True))
+        given: dict[Channel, Array] = dict(zip(self.streams.inputs, feeds, strict=True))
         for ipu in self._options_at:
-            channels[ipu] = Channels(self._initial_channels(ipu, given, run))
+            channels[ipu] = Channels(self.streams.initial_states(ipu, given, run))
         for (buffer, ipu), slots in zip(self._buffers.items(), changing[count:], strict=True):
             channels[ipu].set_slots(buffer, slots)
         with raised_recursion_limit(self.steps.nesting):
             self.steps.run(values, run)
-        fetches, failures = self._fetched(run)
+        fetches = self.streams.fetches(self._shared_channels, run)
         changed = [values[v] if start == end else run.copy_to_ipu(values[v], start) for v, start, end in self.changed]
         for buffer, ipu in self._buffers.items():
             changed.append(run.channels(ipu, self._shared_channels & {buffer}).slots(buffer))
-        return tuple(changed), (*(fetches[s] for s in self._outputs), *failures)
-
-    def _initial_channels(self, ipu: int, given: Mapping[Channel, Array], run: PlanRun) -> dict[Channel, Any]:
-        """Initial channels of IPU `ipu`."""
-        if ipu not in self.ends:
-            return {}
-        here = self._channels[ipu]
-        begin, _ = self.ends[ipu]
-        if begin is None:
-            return {c: described_state(c, self._options_at[ipu]) for c in here}
-        states = run.call(begin, lambda: "feeds", tuple(given[c] for c in here if c in given))
-        return {
-            c: (self._fed(given[c], ipu) if array is None else array, position)
-            for c, (array, position) in zip(here, states, strict=True)
-        }
-
-    def _fed(self, feed: Array, ipu: int) -> Array:
-        """Feed used without a prologue copy. Several segments, such as loop iterations, may read it."""
-        return feed if len(self._options_at) == 1 else jax.device_put(feed, self._options_at[ipu].replicas.sharding())
-
-    def _fetched(self, run: PlanRun) -> tuple[dict[Channel, Array], list[Array]]:
-        """Output streams, and failed checks of each IPU."""
-        fetches: dict[Channel, Array] = {}
-        failures: list[Array] = []
-        for ipu, (_, end) in self.ends.items():
-            here = [c for c in self._channels[ipu] if not isinstance(c, HostToDeviceStream)]
-            channels = run.channels(ipu, [c for c in here if c in self._shared_channels])
-            found = run.call(end, lambda: "fetches", [run.own_copy(channels.transfers(c)) for c in here])
-            streams = [c for c in here if c is not FAILURE]
-            fetches |= zip(streams, found[: len(streams)], strict=True)
-            failures += found[len(streams) :]
-        return fetches, failures
+        return tuple(changed), fetches
 
     @property
     def segments(self) -> tuple[Segment, ...]:

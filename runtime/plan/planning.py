@@ -18,6 +18,7 @@ from runtime.plan.overlap import OverlappedLoop
 from runtime.plan.repeats import group_steps
 from runtime.plan.segmentation import SegmentationPolicy
 from runtime.plan.segments import Key, Segment, Step
+from runtime.plan.stacks import Stack
 from runtime.plan.structure import Structure, structure_of
 
 
@@ -51,53 +52,50 @@ class PlanBuilder:
         on_one_ipu: bool = False,
     ) -> None:
         self._segmentation = segmentation
-        ops = tuple(ops)
-        self._stacks = {op: stacks for op in ops if (stacks := segmentation.stacks(op))}
-        spelled_out = tuple(self._with_stack_allocations(ops))
-        self._storages = storages(spelled_out)
-        modified = (s for op in spelled_out for i in sorted(op.modified) for s in self._storages[op.inputs[i]])
-        changed = tuple(dict.fromkeys(s for s in modified if isinstance(s, Constant)))
+        self._stacks: dict[Op, tuple[Stack, ...]] = {}
+        self._ops: list[Op] = []
+        for op in ops:
+            if stacks := segmentation.stacks(op):
+                self._stacks[op] = stacks
+                self._ops += (stack.allocation for stack in stacks)
+            self._ops.append(op)
+        self._storages = storages(self._ops)
         self._live_out = tuple(live_out)
         self._ipu = ipu
         self._on_one_ipu = on_one_ipu
         self._copied_to: defaultdict[Tensor, set[int]] = defaultdict(set)
-        self._built = HostSteps([], set(owned), changed)
-        self._built.steps = list(self._split_segments(spelled_out))
-        self._find_last_uses()
-        self._built.steps = list(self._merge_repeated())
+        changed = (s for s in self._overwritten(self._ops) if isinstance(s, Constant))
+        self._built = HostSteps([], set(owned), tuple(changed))
 
     def build(self) -> HostSteps:
         """Build the steps, recursively including host-executed graphs."""
+        self._built.steps = list(self._split_segments())
+        self._find_last_uses()
+        self._built.steps = list(self._merge_repeated())
         for step in self._built.steps:
             if isinstance(step, Segment):
-                modified = {s for op in step.ops for i in op.modified for s in self._storages[op.inputs[i]]}
-                step.donated = tuple(t for t in step.reads if t in modified & self._built.owned & {*step.makes})
-                self._built.owned.update(step.makes)
-                self._insert_copies(step, {t: step.ipu for t in step.reads})
-                step.keys = {t: (t, step.ipu) for t in step.reads if self._built.final_ipus[t] != step.ipu}
-                copied = {t: self._segmentation.placement.result_ipu(t) for t in step.makes}
-                self._record_results(step, {t: step.ipu if ipu is None else ipu for t, ipu in copied.items()})
+                self._plan_segment(step)
             else:
                 self._plan_control_flow(step)
         for t in self._live_out:
             self._locate(t, self._ipu)
         return self._built
 
-    def _with_stack_allocations(self, ops: Iterable[Op]) -> Iterator[Op]:
-        """Ops, with allocations of stacked outputs before each host-executed loop."""
-        for op in ops:
-            yield from (stack.allocation for stack in self._stacks.get(op, ()))
-            yield op
+    def _overwritten(self, ops: Iterable[Op]) -> dict[Tensor, None]:
+        """Storages that ops overwrite, in order, as keys."""
+        return dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._storages[op.inputs[i]])
 
-    def _split_segments(self, ops: Iterable[Op]) -> Iterator[Segment | HostControlFlow]:
-        """Split ops into segments and host-executed ops: each segment call, and remaining op ranges on a single IPU.
+    # Segments
+
+    def _split_segments(self) -> Iterator[Segment | HostControlFlow]:
+        """Split the ops into segments and host-executed ops: each segment call, and other op ranges on a single IPU.
 
         Ops after a call join its segment if they follow such a call elsewhere too, for example the update of the
         weights after the gradient.
         """
         runs: list[list[Op]] = [[]]  # host control flow, or ops in between, or a call with the ops after it
         ipu = self._ipu_of
-        for op in ops:
+        for op in self._ops:
             if self._segmentation.is_host_executed(op):
                 runs += [[op], []]
             elif self._segmentation.is_segment(op):
@@ -157,7 +155,7 @@ class PlanBuilder:
     def _segment(self, ops: Sequence[Op]) -> Segment:
         encoding = self._segmentation.encoded(ops, self._built.changed)
         results = dict.fromkeys(t for op in ops for t in op.outputs if t.origin is t)
-        results |= dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._storages[op.inputs[i]])
+        results |= self._overwritten(ops)
         ipu = self._ipu_of(ops[0])
         reads = tuple(t for t in encoding.roots if not self._is_immutable(t))
         size = self._segmentation.size(ops)
@@ -203,6 +201,16 @@ class PlanBuilder:
         segment.makes = tuple(dict.fromkeys(t for each in segments for t in each.makes))
         segment.frees = tuple(dict.fromkeys(t for each in segments for t in each.frees))
         return segment
+
+    def _plan_segment(self, segment: Segment) -> None:
+        """Determine the donated inputs of a segment, and copies of its inputs and results."""
+        donated = self._overwritten(segment.ops).keys() & self._built.owned & {*segment.makes}
+        segment.donated = tuple(t for t in segment.reads if t in donated)
+        self._built.owned.update(segment.makes)
+        self._insert_copies(segment, {t: segment.ipu for t in segment.reads})
+        segment.keys = {t: (t, segment.ipu) for t in segment.reads if self._built.final_ipus[t] != segment.ipu}
+        copied = {t: self._segmentation.placement.result_ipu(t) for t in segment.makes}
+        self._record_results(segment, {t: segment.ipu if ipu is None else ipu for t, ipu in copied.items()})
 
     # IPUs of ops
 

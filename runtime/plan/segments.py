@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from time import perf_counter
@@ -143,6 +143,14 @@ class Step:
     result_ipus: dict[Tensor, int] = field(default_factory=dict)
     drops: tuple[Key, ...] = ()
 
+    def prepare(self, options_at: Mapping[int, CompileOptions], shared: Container[Channel]) -> None:
+        """Get ready for runs.
+
+        Args:
+            shared: streams and buffers that segments on several IPUs use.
+        """
+        raise NotImplementedError
+
     def run(self, values: Values, run: PlanRun) -> None:
         """Run the step."""
         raise NotImplementedError
@@ -179,7 +187,7 @@ class Segment(Step):
         encoding: structural encoding of the ops.
         donated: storages that the ops overwrite, whose new value is needed, and that have no other owner.
         keys: keys of the segment's inputs, for those that are on another IPU.
-        shared_channels: streams and buffers that segments on other IPUs also use.
+        shared_channels: streams and buffers that segments on other IPUs also use; set by `prepare`.
         structure: key of the executable, with the executable once it is compiled; set by `prepare`.
     """
 
@@ -188,7 +196,7 @@ class Segment(Step):
     encoding: StructuralEncoder
     donated: tuple[Tensor, ...] = ()
     keys: dict[Tensor, Key] = field(default_factory=dict)
-    shared_channels: tuple[Channel, ...] = ()
+    shared_channels: tuple[Channel, ...] = field(init=False)
     structure: Structure = field(init=False)
     _constants: dict[Key, Array] = field(init=False)
     _described: Values | None = None  # results, where another process runs the segment
@@ -209,7 +217,7 @@ class Segment(Step):
         """Streams and buffers used by the ops."""
         return channels_of_ops(self.ops)
 
-    def executable_key(self, options: CompileOptions) -> Structure:
+    def _executable_key(self, options: CompileOptions) -> Structure:
         """Executable key of the segment: structure of its ops, donated inputs, required results, and compile
         options."""
         number = self.encoding.numbers
@@ -232,7 +240,7 @@ class Segment(Step):
         return tuple(t for t in self.encoding.roots if t not in self.donated)
 
     @cached_property
-    def fresh_results(self) -> tuple[Tensor, ...]:
+    def _fresh_results(self) -> tuple[Tensor, ...]:
         """Storages with new values in separate memory."""
         return tuple(t for t in self.makes if t not in self.donated)
 
@@ -248,8 +256,9 @@ class Segment(Step):
     def _result_copies(self) -> tuple[tuple[Tensor, int], ...]:
         return tuple((t, ipu) for t, ipu in self.result_ipus.items() if ipu != self.ipu)
 
-    def prepare(self, options_at: Mapping[int, CompileOptions]) -> None:
+    def prepare(self, options_at: Mapping[int, CompileOptions], shared: Container[Channel]) -> None:
         """Look up the executable, and upload constants to the segment's IPU."""
+        self.shared_channels = tuple(c for c in self.channels if c in shared)
         options = options_at[self.ipu]
         passed = (t for t in self.borrowed if isinstance(t, Constant) and t not in self.reads)
         self._constants = {t: options.upload(t) for t in passed}
@@ -257,7 +266,7 @@ class Segment(Step):
             self._described = {t: options.spec(t) for t in self.makes}
         if devices_meet(self.ops, options.replicas):
             self._lock = hooks_for(options.compile_target.platform).collective_lock
-        self.structure = self.executable_key(options)
+        self.structure = self._executable_key(options)
 
     def lowered(self, options: CompileOptions) -> Callable[[], CompiledSegment]:
         """Trace the ops. Returns a function that compiles them with XLA, callable from any thread."""
@@ -271,7 +280,7 @@ class Segment(Step):
             channels.set_carried(self.channels, positions)
             values = dict(zip((*self.donated, *self.borrowed), (*donated, *kept), strict=True))
             environment = lowering.run(self.ops, values, channels)
-            overwritten, new = ([environment.values[t] for t in ts] for ts in (self.donated, self.fresh_results))
+            overwritten, new = ([environment.values[t] for t in ts] for ts in (self.donated, self._fresh_results))
             return overwritten, channels.carried(self.channels), new
 
         run_segment.__name__ = identifier(self.name) or "piece"  # also the name of the module
@@ -344,7 +353,7 @@ class Segment(Step):
         )
         channels.set_carried(self.channels, positions)
         values.update(zip(self.donated, overwritten, strict=True))
-        values.update(zip(self.fresh_results, new, strict=True))
+        values.update(zip(self._fresh_results, new, strict=True))
 
     def _borrowed_arguments(self, values: Values) -> list[Array]:
         """Arguments read without donation; constants passed to calls are identical in all runs."""

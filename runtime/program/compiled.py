@@ -25,7 +25,7 @@ from runtime.lowering.environment import Environment
 from runtime.lowering.lower import Lowering, recursing_into
 from runtime.lowering.rerolled_loops import ProgramOrder
 from runtime.plan.host_steps import HostSteps
-from runtime.plan.plan import Plan
+from runtime.plan.plan import Plan, PlanStreams
 from runtime.plan.segments import described_state
 from runtime.plan.structure import Structure, clear_cache
 from runtime.program.build_layout import layout_for
@@ -86,7 +86,7 @@ class CompiledProgram:
         """All distinct JAX executables of the program, in deterministic order."""
         if self.plan is None:
             return (self.executable,)
-        ends = (each for pair in self.plan.ends.values() for each in pair if each is not None)
+        ends = (each for pair in self.plan.streams.ends.values() for each in pair if each is not None)
         return (*ends, *(structure.executable for structure in self.plan.structures))
 
     def temporaries(self) -> int:
@@ -237,8 +237,8 @@ def _plan(layout: Layout, steps: HostSteps, executables: Sequence[Any] | None) -
     else:
         pairs = zip(executables[::2], executables[1::2], strict=False)
         ends = dict(zip(with_ends, pairs, strict=False))
-    streams = (layout.used_inputs, layout.outputs)
-    plan = Plan(steps, layout.changed, layout.unchanged, buffers, *streams, channels, layout.compile_options, ends)
+    streams = PlanStreams(layout.used_inputs, layout.outputs, channels, ends, layout.compile_options)
+    plan = Plan(steps, layout.changed, layout.unchanged, buffers, streams)
     if executables is None:
         plan.compile()
     else:

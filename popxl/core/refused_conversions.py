@@ -1,4 +1,4 @@
-"""Errors for conversions of a tensor to numbers: it has none while a program is written.
+"""Errors for conversions of a tensor to numbers, and for assignment: it has no numbers while a program is written.
 
 Python and JAX each have their own protocols for such a conversion. The errors name the op to use instead. NumPy's
 protocols are among the operators (`popxl.operators`).
@@ -27,6 +27,14 @@ def number_refused(t: Tensor, kind: str) -> TypeError:
     """Build the error for conversion of a tensor to a Python number."""
     return TypeError(
         f"{t!r} cannot become {kind}. Of a tensor, `ops.exp(x)` is what `math.exp(x)` is of a number. {HOW_TO_READ}"
+    )
+
+
+def assignment_refused(t: Tensor) -> TypeError:
+    """Build the error for assignment to elements of a tensor."""
+    return TypeError(
+        f"{t!r} does not support item assignment. To overwrite part of it, use `ops.dynamic_update_(t, index, value, "
+        "axes, sizes, no_overlap)`; for a changed copy, `ops.dynamic_update`, or `ops.where` with a mask."
     )
 
 

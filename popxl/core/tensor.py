@@ -311,6 +311,9 @@ class Tensor(CopyIsSelf, Operators):
     def __jax_array__(self) -> None:
         return refused_conversions.asked_by_jax(self)
 
+    def __setitem__(self, key: object, value: object) -> NoReturn:
+        raise refused_conversions.assignment_refused(self)
+
     def __len__(self) -> int:
         if not self.shape:
             raise ValueError(f"{self!r} is a scalar, which has no length.")

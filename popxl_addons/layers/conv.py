@@ -9,6 +9,7 @@ import numpy as np
 
 import popxl
 from popxl import initial, ops
+from popxl.extend.arguments import check_type
 from popxl.ops import PadType
 from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import drawn_weights, torch_weights
@@ -74,6 +75,7 @@ class Conv2D(Module):
 
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
         """`x` of shape (N, C, H, W) to (N, out_channels, H', W'). `AssertionError` for another rank."""
+        check_type(x, popxl.Tensor, "Conv2D: `x`", "a Tensor, such as of `popxl.constant`")
         if x.rank != 4:
             raise AssertionError(f"Conv2D: `x` has the shape {x.shape}; expected images (N, C, H, W).")
         weight = self.add_variable_input(

@@ -9,6 +9,7 @@ import numpy as np
 
 import popxl
 from popxl import initial, ops
+from popxl.extend.arguments import check_type
 from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import torch_weights
 from popxl_addons.module import Module
@@ -52,6 +53,7 @@ class GroupNorm(Module):
 
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
         """`x` of shape (N, C, ...), normalised."""
+        check_type(x, popxl.Tensor, "GroupNorm: `x`", "a Tensor, such as of `popxl.constant`")
         if x.rank < 2:
             raise ValueError(f"GroupNorm: `x` has the shape {x.shape}; expected (N, C, ...).")
         weight = self.add_variable_input(

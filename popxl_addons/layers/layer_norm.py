@@ -9,6 +9,7 @@ import numpy as np
 
 import popxl
 from popxl import initial, ops
+from popxl.extend.arguments import check_type
 from popxl_addons.layers._values import torch_weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
@@ -32,6 +33,7 @@ class LayerNorm(Module):
 
     def build(self, x: popxl.Tensor, eps: float = 1e-5) -> popxl.Tensor:
         """`x` of shape (..., C), normalised. `ValueError` for a scalar."""
+        check_type(x, popxl.Tensor, "LayerNorm: `x`", "a Tensor, such as of `popxl.constant`")
         if not x.rank:
             raise ValueError("LayerNorm: `x` is a scalar; expected a tensor with an axis to normalise over.")
         weight = self.add_variable_input("weight", partial(initial.ones, x.shape[-1]), x.dtype)

@@ -12,6 +12,7 @@ from jax import lax
 import popxl
 from popxl import OpKind, initial
 from popxl.errors import PopxlError
+from popxl.extend.arguments import check_type
 from popxl.extend.kernels import wide_dtype
 from popxl.op import ShardingRule
 from popxl.replica_grouping import Groups
@@ -95,6 +96,7 @@ class RMSNorm(Module):
 
     def build(self, x: popxl.Tensor, eps: float = 1e-5) -> popxl.Tensor:
         """`x` of shape (..., C), normalised. `ValueError` for a scalar."""
+        check_type(x, popxl.Tensor, "RMSNorm: `x`", "a Tensor, such as of `popxl.constant`")
         if not x.rank:
             raise ValueError("RMSNorm: `x` is a scalar; expected a tensor with an axis to normalise over.")
         weight = self.add_variable_input("weight", partial(initial.ones, x.shape[-1]), x.dtype)

@@ -69,6 +69,8 @@ def test_functions_of_others_name_the_op_to_use(ir):
         for function, kind in ((float, "a float"), (int, "an int"), (complex, "a complex"), (math.exp, "a float")):
             with pytest.raises(TypeError, match=rf"Variable\[x .* cannot become {kind}.*`ops\.exp\(x\)`"):
                 function(x)
+        with pytest.raises(TypeError, match=r"Variable\[x .* does not support item assignment.*`ops\.dynamic_update_"):
+            x[0] = 2.0
         assert np.shape(x) == (2, 3)
         assert not array == x and array != x and not jnp.ones(3) == x
         for left in (array, np.float32(2), jnp.ones((2, 3)), 2):

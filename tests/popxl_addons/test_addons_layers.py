@@ -19,6 +19,7 @@ from popxl_addons.layers.linear_gq import (
     group_quantize_compress_numpy,
     group_quantize_decompress_numpy,
 )
+from popxl_addons.layers.rms_norm import RMSNorm
 from popxl_addons.testing_utils import TensorInput, run_module
 from tests.tolerances import assert_near
 
@@ -265,6 +266,13 @@ class TestConv2D:
         assert [op.op_type for op in graph.graph.ops] == ["Conv", "Add"]
         with pytest.raises(AssertionError, match=r"Conv2D: `x` has the shape \(5, 4\); expected images"):
             Conv2D(6, 3).create_graph(SPEC)
+
+
+@pytest.mark.parametrize("layer", [LayerNorm(), RMSNorm(), GroupNorm(1), Conv2D(4, 3)], ids=lambda m: type(m).__name__)
+def test_layers_refuse_arrays(ir, layer):
+    expected = rf"(?s){type(layer).__name__}: `x` must be a Tensor, .*popxl\.constant.* \(ndarray\)"
+    with ir.main_graph, pytest.raises(TypeError, match=expected):
+        layer(np.ones((1, 2, 5, 5), np.float32))
 
 
 class TestLinearFP8:

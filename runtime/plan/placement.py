@@ -82,14 +82,14 @@ class IpuPlacement(OpPlacement):
         """Determine op placement in a graph, after its called graphs."""
         ops = [op for op in graph.ops if op.kind.view is None]  # a view is made when a reader looks through it
         copies = [op for op in ops if op.outputs and op.location[0] != op.ipu]
-        others = frozenset[int]().union(*(self.ipus_of(op) for op in ops if not op.outputs or op.location[0] == op.ipu))
+        others = frozenset[int]().union(*map(self._ipus_of, set(ops).difference(copies)))
         for op in copies:
             ipu = op.location[0] if op.location[0] in others and op.ipu not in others else op.ipu
             self._of_copies[op] = frozenset((ipu or 0,))
         self._of_graph[graph] = others.union(*(self._of_copies[op] for op in copies))
         self._output_ipus[graph] = tuple(self._result_ipu(t.origin) for t in graph.outputs)
 
-    def ipus_of(self, op: Op) -> frozenset[int]:
+    def _ipus_of(self, op: Op) -> frozenset[int]:
         """IPUs of an op: several, if the host must execute its graph."""
         if op in self._of_copies:
             return self._of_copies[op]
@@ -100,11 +100,11 @@ class IpuPlacement(OpPlacement):
         return frozenset((op.ipu or 0,))
 
     def spans(self, op: Op) -> bool:
-        return len(self.ipus_of(op)) > 1
+        return len(self._ipus_of(op)) > 1
 
     def ipu_of(self, op: Op) -> int:
         if not self.spans(op):
-            return min(self.ipus_of(op))
+            return min(self._ipus_of(op))
         return op.ipu if op.ipu in self.ipus else self.ipus[0]
 
     def home(self, t: Tensor) -> int:

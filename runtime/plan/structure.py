@@ -41,6 +41,9 @@ class Structure:
         self.text: Callable[[], str] = str
 
 
+_LARGE = 4096
+"""Bytes from which arrays are compared by identity: copying and hashing their numbers would take long."""
+
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Structure] = weakref.WeakValueDictionary()
 _lock = threading.RLock()  # the caches are shared by threads
 
@@ -82,15 +85,17 @@ class Structures:
         self.size = cache(self._size)
         self.calls = cache(self._calls)
         for graph in callees_first(main)[:-1]:  # so that each of these recurses only one call deep
-            self.of_graph(graph), self.size(graph), self.calls(graph)
+            self.of_graph(graph)
+            self.size(graph)
+            self.calls(graph)
 
     def _graph(self, graph: Graph) -> Structure:
         """The structure of a graph."""
         encoding = StructuralEncoder(self)
         for t in graph.inputs:
-            encoding.add(t, ("input", t.spec, t.by_ref))
+            encoding.add_tensor(t, ("input", t.spec, t.by_ref))
         for op in graph.ops:
-            encoding.op(op)
+            encoding.add_op(op)
         encoding.code.append(tuple(map(encoding.operand, graph.outputs)))
         return structure_of(tuple(encoding.code))
 
@@ -118,13 +123,14 @@ def _view_bases(t: Tensor) -> list[Tensor]:
 class StructuralEncoder:
     """Structural encoding of ops, with numbers in place of tensors.
 
-    Attributes:
-        code: encoding, a sequence of hashable values.
-        roots: tensors that are read and not made by these ops, in the order of their first use.
-
     Args:
         structures: structures of called graphs.
         parameters: constants that are roots too: the encoding does not depend on their values.
+
+    Attributes:
+        code: encoding, a sequence of hashable values.
+        roots: tensors that are read and not made by these ops, in the order of their first use.
+        numbers: numbers of the tensors that are read or made, in the order in which `code` has them.
     """
 
     def __init__(self, structures: Structures, parameters: Container[Tensor] = ()) -> None:
@@ -134,13 +140,13 @@ class StructuralEncoder:
         self._structures = structures
         self._parameters = parameters
 
-    def add(self, t: Tensor, code: Any) -> int:
-        """Assign the next number to a tensor."""
+    def add_tensor(self, t: Tensor, code: Any) -> int:
+        """Encode a tensor as `code`, and return its number: the next one."""
         self.code.append(code)
         number = self.numbers[t] = len(self.numbers)
         return number
 
-    def op(self, op: Op) -> None:
+    def add_op(self, op: Op) -> None:
         """Encode an op. Views are encoded at their uses."""
         if op.kind.view is None:
             for part in op.parts:
@@ -148,7 +154,7 @@ class StructuralEncoder:
                 self.code.append((*self.function(part), inputs, part.modified))
                 for t in part.outputs:
                     if t.origin is t:
-                        self.add(t, t.spec)
+                        self.add_tensor(t, t.spec)
 
     def operand(self, t: Tensor) -> int:
         """Number of a tensor, after resolving aliases."""
@@ -163,12 +169,12 @@ class StructuralEncoder:
         view = view_of(t)
         if view is not None:
             numbers = tuple(self.numbers[base] for base in _view_bases(t))
-            self.add(t, (*self.function(view), numbers))
+            self.add_tensor(t, (*self.function(view), numbers))
         elif isinstance(t, Constant) and t not in self._parameters:
-            self.add(t, (t.spec, self._key(t.data)))
+            self.add_tensor(t, (t.spec, self._key(t.data)))
         else:
             self.roots.append(t)
-            self.add(t, ("root", t.spec))
+            self.add_tensor(t, ("root", t.spec))
 
     def function(self, op: Op) -> tuple[Any, ...]:
         """What an op computes of its inputs, whichever program it is in: `Op.signature` without specs, and with graphs
@@ -194,12 +200,9 @@ class StructuralEncoder:
         return (type(value), exact_key(value))
 
 
-_LARGE = 4096  # bytes; larger arrays are equal to themselves only
-
-
 def encoded(ops: Iterable[Op], structures: Structures, parameters: Container[Tensor] = ()) -> StructuralEncoder:
     """Encode an op sequence; see `StructuralEncoder`."""
     encoding = StructuralEncoder(structures, parameters)
     for op in ops:
-        encoding.op(op)
+        encoding.add_op(op)
     return encoding

@@ -264,16 +264,16 @@ def _prologue_and_epilogue(layout: Layout, ipu: int, channels: Sequence[Stream |
     options = layout.compile_options[layout.stages.own_ipu if is_elsewhere and layout.stages is not None else ipu]
     replicas = options.replicas
 
-    def is_alike(channel: Stream | Failure) -> bool:
+    def has_host_layout(channel: Stream | Failure) -> bool:
         return replicas.count == 1 and not isinstance(channel, Failure) and layout.capacity[channel] > 1
 
-    are_donated = all(map(is_alike, (c for c in channels if c in layout.outputs)))
+    are_donated = all(map(has_host_layout, (c for c in channels if c in layout.outputs)))
 
     def begin_replica(feeds: Sequence[Array]) -> Any:
         states = zip(channels, layout.initial_states(feeds, channels), strict=True)
         return tuple(
             (
-                None if c in layout.used_inputs and is_alike(c) else jnp.asarray(transfers),
+                None if c in layout.used_inputs and has_host_layout(c) else jnp.asarray(transfers),
                 jnp.asarray(position, jnp.int32),
             )
             for c, (transfers, position) in states
@@ -286,13 +286,15 @@ def _prologue_and_epilogue(layout: Layout, ipu: int, channels: Sequence[Stream |
         fetched = replicas.vmap_replicas(lambda results: layout.fetches(results, channels))(results)
         return layout.transfers_first(fetched, channels)
 
-    beginning = jax.jit(begin, out_shardings=replicas.sharding())
-    started = lower(lambda: options.compile_target.lower(beginning, layout.feed_specs(replicas, channels)))
+    prologue = jax.jit(begin, out_shardings=replicas.sharding())
+    epilogue = jax.jit(end, donate_argnums=0 if are_donated else ())
+    target = options.compile_target
     results = [described_state(c, options)[0] for c in channels if not isinstance(c, HostToDeviceStream)]
-    ended = lower(lambda: options.compile_target.lower(jax.jit(end, donate_argnums=0 if are_donated else ()), results))
+    lowered_prologue = lower(lambda: target.lower(prologue, layout.feed_specs(replicas, channels)))
+    lowered_epilogue = lower(lambda: target.lower(epilogue, results))
 
     def compile() -> tuple[Any, Any]:
-        return None if is_elsewhere else options.compile_target.compile(started), options.compile_target.compile(ended)
+        return None if is_elsewhere else target.compile(lowered_prologue), target.compile(lowered_epilogue)
 
     with CompilePool(1) as pool:
         return pool.submit(compile).result()

@@ -45,22 +45,25 @@ class Clustering:
     """Ops of a graph, with what decides about their order.
 
     Attributes:
-        signatures: signatures of the ops. Ops of one signature may be counterparts in different iterations.
+        ops: as passed.
         returned: storages that are read after them.
         positions: positions of the ops in the program.
-        is_rare: whether an op has too few counterparts for a loop.
         slots: slots of remote buffers that ops load from or store to, by constant numbers.
-        needs, followers: ops that an op comes after, and those that come after it.
+        needs: ops that an op comes after.
+
+    Args:
+        signatures: signatures of the ops. Ops of one signature may be counterparts in different iterations.
     """
 
     def __init__(self, ops: Sequence[Op], signatures: OpSignatures, returned: Container[Tensor]) -> None:
-        self.ops, self.signatures, self.returned = ops, signatures, returned
+        self.ops, self.returned, self._signatures = ops, returned, signatures
         self.positions = {op: i for i, op in enumerate(ops)}
         count = Counter(map(signatures.signature, ops))
-        self.is_rare = {op: count[signatures.signature(op)] < FEWEST for op in ops}
+        # Ops with too few counterparts for a loop.
+        self._is_rare = {op: count[signatures.signature(op)] < FEWEST for op in ops}
         self.slots = _slots(ops, signatures)
         self.needs = _needs(ops, self.slots, signatures)
-        self.followers = _followers(ops, self.needs)
+        self._followers = _followers(ops, self.needs)
 
     def ordered(self, batches_updates: bool) -> list[Op]:
         """The ops, with each iteration's together; ignores `in_sequence`, which changes no numbers.
@@ -90,23 +93,23 @@ class Clustering:
                 waiting += new
             ordered += sorted(group, key=self.positions.__getitem__)
             placed |= group
-            written.update(root for i in op.modified for root in self.signatures.roots(op.inputs[i]))
+            written.update(root for i in op.modified for root in self._signatures.roots(op.inputs[i]))
         return ordered
 
     def _roots(self, op: Op) -> set[Tensor]:
-        return {root for t in op.inputs for root in self.signatures.roots(t)}
+        return {root for t in op.inputs for root in self._signatures.roots(t)}
 
     def _updates(self) -> AbstractSet[Op]:
         """Batchable updates of variables that only other updates read afterwards; and the ops on gradients that only
         these need, unless their results are smaller."""
         updates: set[Op] = set()
         for op in reversed(self.ops):
-            if self.is_rare[op] or not updates.issuperset(self.followers[op]):
+            if self._is_rare[op] or not updates.issuperset(self._followers[op]):
                 continue
             size = max(map(size_in_bytes, op.inputs), default=0)
             is_larger = any(size_in_bytes(t) >= size for t in op.outputs)
-            is_for_update = self.followers[op] and is_larger and not op.modified and is_batchable(op)
-            if is_update(op, self.signatures) or is_for_update:
+            is_for_update = self._followers[op] and is_larger and not op.modified and is_batchable(op)
+            if is_update(op, self._signatures) or is_for_update:
                 updates.add(op)
         return updates
 
@@ -115,7 +118,7 @@ class Clustering:
         if len(op.inputs) != 1 or len(op.outputs) != 1 or op.kind.between_replicas:
             return None
         (t,) = op.inputs
-        roots = self.signatures.roots(t)
+        roots = self._signatures.roots(t)
         is_variable = len(roots) == 1 and roots[0].producer is None and t.shape == op.outputs[0].shape
         return roots[0] if is_variable else None
 
@@ -128,15 +131,15 @@ class Clustering:
         used: set[Op] = set()  # by ops before the next call
         for op in reversed(self.ops):
             used = set() if op.called_graphs else used
-            if op in used and op in self.slots and op.outputs and not op.modified and not self.is_rare[op]:
-                sunk |= {op, *(n for n in self.needs[op] if not n.inputs and self.followers[n] == [op])}
+            if op in used and op in self.slots and op.outputs and not op.modified and not self._is_rare[op]:
+                sunk |= {op, *(n for n in self.needs[op] if not n.inputs and self._followers[n] == [op])}
             used |= self.needs[op]
         for op in self.ops:
             is_pure = not (op.modified or op.called_graphs or op.kind.exchange or op.kind.effect)
-            roots, followers = self._roots(op), self.followers[op]
+            roots, followers = self._roots(op), self._followers[op]
             begins = bool(roots) and computed.isdisjoint(roots) and not any(isinstance(t, Constant) for t in roots)
-            is_single = len({self.signatures.signature(each) for each in followers}) == len(followers) > 0
-            if is_pure and begins and is_single and not self.is_rare[op]:
+            is_single = len({self._signatures.signature(each) for each in followers}) == len(followers) > 0
+            if is_pure and begins and is_single and not self._is_rare[op]:
                 sunk.add(op)
             elif op not in sunk:
                 computed.update(op.outputs)
@@ -149,7 +152,7 @@ class Clustering:
         computed = {t for op in self.ops if op.inputs for t in op.outputs}
         roots_read = {root for op in ops for root in self._roots(op)}
         calls_ahead = dict.fromkeys(ops, 0)  # number of calls on the longest path of reads that starts at an op
-        is_deferred = dict(self.is_rare)  # rare, and needed by rare ops only
+        is_deferred = dict(self._is_rare)  # rare, and needed by rare ops only
         for op in reversed(ops):
             calls_ahead[op] += bool(op.called_graphs) and any(t in roots_read or t in self.returned for t in op.outputs)
             for needed in needs[op]:
@@ -158,7 +161,7 @@ class Clustering:
         missing = {op: len(needs[op]) for op in ops}  # number of ops that it comes after, and that are not taken yet
 
         def stays_behind(op: Op) -> bool:
-            is_free = self.is_rare[op] and all(t.nelms == 1 for t in op.outputs)
+            is_free = self._is_rare[op] and all(t.nelms == 1 for t in op.outputs)
             return computed.isdisjoint(self._roots(op)) and not is_free
 
         keeps_position = {op: is_deferred[op] or stays_behind(op) for op in ops}  # behind all ops that precede it
@@ -169,7 +172,7 @@ class Clustering:
 
         def push_if_ready(op: Op) -> None:
             if not missing[op] and (not keeps_position[op] or position[op] == first):
-                heappush(ready, (is_deferred[op], op in updates, calls_ahead[op], self.is_rare[op], position[op]))
+                heappush(ready, (is_deferred[op], op in updates, calls_ahead[op], self._is_rare[op], position[op]))
 
         for op in ops:
             push_if_ready(op)

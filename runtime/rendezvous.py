@@ -23,7 +23,7 @@ from runtime.processes import ENDING, LEAVING
 
 @dataclass
 class _Waiting:
-    """A waiting instance: place, payload, stream for the answer."""
+    """Message of an instance that waits at a barrier, and the stream for its answer."""
 
     barrier: str
     payload: Any
@@ -49,7 +49,7 @@ class RendezvousServer:
         self._count, self._timeout, self._failed = count, timeout, failed
         self._lock = threading.Lock()
         self._waiting: dict[int, _Waiting] = {}
-        self._ended: dict[int, int] = {}
+        self._exit_codes: dict[int, int] = {}
         self._timer: threading.Timer | None = None
         self.problems: list[str] = []
         self.leaving: list[int] = []
@@ -84,7 +84,7 @@ class RendezvousServer:
     def note_exit(self, index: int, code: int) -> None:
         """Record an instance's exit code."""
         with self._lock:
-            self._ended[index] = code
+            self._exit_codes[index] = code
             self._waiting.pop(index, None)
             self._answer_if_decided()
 
@@ -101,15 +101,15 @@ class RendezvousServer:
 
     def _answer_if_decided(self) -> None:
         """Answer waiting instances once the barrier is complete or impossible."""
-        places = {waiting.barrier for waiting in self._waiting.values()}
-        if places == {ENDING}:
-            if len(self._waiting) + len(self._ended) == self._count:
+        barriers = {waiting.barrier for waiting in self._waiting.values()}
+        if barriers == {ENDING}:
+            if len(self._waiting) + len(self._exit_codes) == self._count:
                 self._answer({"payload": []})
-        elif places and self._ended:
-            ended = ", ".join(f"instance {i} has ended with exit code {code}" for i, code in self._ended.items())
+        elif barriers and self._exit_codes:
+            ended = ", ".join(f"instance {i} has ended with exit code {code}" for i, code in self._exit_codes.items())
             self._fail(f"{ended}, and will not come.")
         elif len(self._waiting) == self._count:
-            if len(places) == 1:
+            if len(barriers) == 1:
                 self._answer({"payload": [self._waiting[i].payload for i in range(self._count)]})
             else:
                 self._fail(
@@ -130,7 +130,7 @@ class RendezvousServer:
 
     def _time_out(self) -> None:
         with self._lock:
-            missing = [i for i in range(self._count) if i not in self._waiting and i not in self._ended]
+            missing = [i for i in range(self._count) if i not in self._waiting and i not in self._exit_codes]
             if threading.current_thread() is not self._timer or not missing:
                 return
             names = f"instance{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"

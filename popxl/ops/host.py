@@ -42,7 +42,7 @@ def is_init(op: Op) -> bool:
     return op.kind is init_kind
 
 
-def _by_the_machine(*operands: Any, **attributes: Any) -> NoReturn:
+def _lowered_by_runtime(*operands: Any, **attributes: Any) -> NoReturn:
     raise PopxlError("this op talks to the host, and is carried out by a Session only.")
 
 
@@ -64,7 +64,7 @@ def _stored(t: Any, *, stream: Any) -> tuple[()]:
 
 host_load_kind = OpKind(
     "HostLoad",
-    _by_the_machine,
+    _lowered_by_runtime,
     operands=("t",),
     shape=lambda t, *, stream: stream.spec,
     gradient=None,
@@ -72,7 +72,7 @@ host_load_kind = OpKind(
 )
 host_store_kind = OpKind(
     "HostStore",
-    _by_the_machine,
+    _lowered_by_runtime,
     operands=("t",),
     shape=_stored,
     gradient=None,
@@ -80,7 +80,7 @@ host_store_kind = OpKind(
 )
 print_tensor_kind: OpKind = OpKind(
     "PrintTensor",
-    _by_the_machine,
+    _lowered_by_runtime,
     operands=("t",),
     shape=like_first,
     result="print_out",
@@ -100,7 +100,7 @@ print_tensor_kind: OpKind = OpKind(
 
 host_call_kind = OpKind(
     "HostFunction",
-    _by_the_machine,
+    _lowered_by_runtime,
     shape=lambda *operands, function, specs: specs,
     gradient=None,
     traits=[Effect()],

@@ -24,14 +24,14 @@ from popxl.values.spec import brief
 __all__ = ["remote_load", "remote_load_", "remote_store"]
 
 
-def _by_the_machine(*operands: Any, **attributes: Any) -> NoReturn:
+def _lowered_by_runtime(*operands: Any, **attributes: Any) -> NoReturn:
     raise PopxlError("this op uses a remote buffer, and is carried out by a Session only.")
 
 
 def _exchange(name: str, *more: Trait, **settings: Any) -> OpKind:
     """Declare an op that uses a buffer: with the tensor in question, and the number of the slot."""
     traits = [Effect(), Exchange("buffer"), Colocated(), *more]
-    return OpKind(name, _by_the_machine, operands=("t", "offset"), gradient=None, traits=traits, **settings)
+    return OpKind(name, _lowered_by_runtime, operands=("t", "offset"), gradient=None, traits=traits, **settings)
 
 
 remote_load_kind = _exchange("RemoteLoad", shape=like_first)

@@ -50,6 +50,13 @@ class LineTraffic(Record):
     seconds: float
     exposed: float
 
+    def added(self, times: int, earlier: LineTraffic | None) -> LineTraffic:
+        """Traffic of `times` such runs, with that of earlier ones of this line."""
+        numbers = (self.count, self.seconds, self.exposed)
+        before = (0, 0.0, 0.0) if earlier is None else (earlier.count, earlier.seconds, earlier.exposed)
+        count, seconds, exposed = (each + times * number for each, number in zip(before, numbers, strict=True))
+        return self.model_copy(update={"count": count, "seconds": seconds, "exposed": exposed})
+
 
 class StepTimeline(OnPage, Record):
     """Estimated timeline of a program's run on one chip.
@@ -117,13 +124,7 @@ def combined(parts: Sequence[tuple[StepTimeline, int]], seconds: float, dispatch
             inclusive[name] += times * each
         for each_line in part.traffic:
             key = each_line.line, each_line.kind, each_line.over, each_line.algorithm
-            before = traffic.get(key)
-            traffic[key] = each_line.model_copy(
-                update={
-                    name: times * getattr(each_line, name) + (getattr(before, name) if before else 0)
-                    for name in ("count", "seconds", "exposed")
-                }
-            )
+            traffic[key] = each_line.added(times, traffic.get(key))
         spans += (s.model_copy(update={"start": s.start + begin, "end": s.end + begin}) for s in part.spans)
         begin += part.seconds
     if dispatch:

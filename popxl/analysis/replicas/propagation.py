@@ -52,15 +52,15 @@ def _jaxpr_types(jaxpr: Any, types: Sequence[AxisType], flaws: Flaws) -> list[Ax
     type_of: dict[Any, AxisType] = dict(zip(jaxpr.invars, types, strict=True))
 
     def read(v: Any) -> AxisType:
-        if hasattr(v, "val"):
+        if hasattr(v, "val"):  # a literal
             return SAME if np.any(v.val) else ZEROS
         return type_of.get(v, SAME)
 
     for equation in jaxpr.eqns:
         operands = [read(v) for v in equation.invars]
         if all(along.kind <= REPLICATED for along in operands):
-            zero = operands == [ZEROS] and equation.primitive.name in ("broadcast_in_dim", "convert_element_type")
-            results = [ZEROS if zero else SAME] * len(equation.outvars)
+            is_zero = operands == [ZEROS] and equation.primitive.name in ("broadcast_in_dim", "convert_element_type")
+            results = [ZEROS if is_zero else SAME] * len(equation.outvars)
         elif (inner := _called_jaxpr(equation)) is not None:
             results = _jaxpr_types(inner, operands, flaws)
         else:
@@ -84,26 +84,32 @@ def _largest_shards(equation: Any, operands: Sequence[AxisType]) -> Sequence[Axi
     shape = equation.outvars[0].aval.shape
     if equation.primitive.name in _PRODUCTS - {"mul"}:
         return operands
-    sharded = [is_shard.kind is SHARDED for is_shard in operands]
-    is_full = [is_shard and v.aval.shape == shape for is_shard, v in zip(sharded, equation.invars, strict=True)]
-    if not any(is_full) or sum(is_full) == sum(sharded):
+    is_full = [v.aval.shape == shape for v in equation.invars]
+    if not any(along.kind is SHARDED and full for along, full in zip(operands, is_full, strict=True)):
         return operands
-    smaller = [is_shard and not is_full_shard for is_shard, is_full_shard in zip(sharded, is_full, strict=True)]
-    return [SAME if drop else is_shard for drop, is_shard in zip(smaller, operands, strict=True)]
+    return [
+        SAME if along.kind is SHARDED and not full else along for along, full in zip(operands, is_full, strict=True)
+    ]
 
 
 def _rule(equation: Any) -> Rule:
     """Sharding rule of a primitive, common to all results."""
     operands, result = _labels(equation)
-    floats = [getattr(v.aval.dtype, "kind", "") not in "biu" for v in equation.invars]
-    return Rule(operands, [result], _linear(equation), floats)
+    return Rule(operands, [result], _linear(equation), [_is_float(v.aval.dtype) for v in equation.invars])
+
+
+def _is_float(dtype: Any) -> bool:
+    """Whether a JAX dtype is of floating-point or complex numbers. Those of random keys have no kind."""
+    kind = getattr(dtype, "kind", None)
+    return kind is not None and kind not in "biu"
 
 
 def _linear(equation: Any) -> list[set[int]] | None:
     """Sets of operands in which a primitive is jointly linear; `None` if unknown."""
     name, count = equation.primitive.name, len(equation.invars)
     if name in _ADDING:
-        return [{*range(name == "select_n", count)}]
+        first_term = 1 if name == "select_n" else 0  # after the condition
+        return [set(range(first_term, count))]
     if name in _PRODUCTS:
         return [{0}, {1}]
     if name in _LINEAR:
@@ -119,11 +125,7 @@ def _labels(equation: Any) -> tuple[Sequence[Labels], Labels]:
     if name == "dot_general":
         return _product(ranks, *parameters["dimension_numbers"])
     if name == "conv_general_dilated" and parameters["feature_group_count"] == parameters["batch_group_count"] == 1:
-        numbers = parameters["dimension_numbers"]
-        features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
-        return [
-            tuple(("k",) if d == k else () for d in range(len(s))) for s, k in zip(shapes, features, strict=True)
-        ], ()
+        return _convolution(ranks, parameters["dimension_numbers"])
     if name == "broadcast_in_dim":
         positions = [
             d if size == shape[d] else None
@@ -134,20 +136,31 @@ def _labels(equation: Any) -> tuple[Sequence[Labels], Labels]:
         dropped = [d % ranks[0] for d in parameters["dimensions"]]
         remaining = [(d,) for d in range(ranks[0]) if d not in dropped]
         return [tuple(() if d in dropped else (d,) for d in range(ranks[0]))], tuple(remaining)
-    if name in ("reduce_sum", "transpose", "reshape"):
-        subscripts = (
-            sum_subscripts(ranks[0], parameters["axes"])
-            if name == "reduce_sum"
-            else permutation_subscripts(tuple(parameters["permutation"]))
-            if name == "transpose"
-            else reshape_subscripts(shapes[0], shape)
-        )
-        operand_subscripts, result_subscripts = subscripts.split("->")
-        operands, (result,) = parse((operand_subscripts,), (result_subscripts,), ranks)
-        return operands, result
+    if name == "reduce_sum":
+        return _parsed(sum_subscripts(ranks[0], parameters["axes"]), ranks)
+    if name == "transpose":
+        return _parsed(permutation_subscripts(tuple(parameters["permutation"])), ranks)
+    if name == "reshape":
+        return _parsed(reshape_subscripts(shapes[0], shape), ranks)
     if name.startswith(("reduce_", "arg", "sort", "top_k", "cum", "gather", "conv_")):
         return [((),) * rank for rank in ranks], ((),) * len(shape)
     return [_broadcast(operand_shape, shape) for operand_shape in shapes], _labels_at(range(len(shape)))
+
+
+def _parsed(subscripts: str, ranks: tuple[int, ...]) -> tuple[Sequence[Labels], Labels]:
+    """Labels of an operation with one operand, by its subscripts."""
+    operand, result = subscripts.split("->")
+    operands, (labels,) = parse((operand,), (result,), ranks)
+    return operands, labels
+
+
+def _convolution(ranks: Sequence[int], numbers: Any) -> tuple[Sequence[Labels], Labels]:
+    """Labels of `conv_general_dilated`, whose input features are contracted; other dimensions have none."""
+    features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
+    return [
+        tuple(("k",) if d == contracted else () for d in range(rank))
+        for rank, contracted in zip(ranks, features, strict=True)
+    ], ()
 
 
 def _broadcast(shape: Sequence[int], result: Sequence[int]) -> Labels:

@@ -113,13 +113,16 @@ def _track_graph(
                 updates += _updates(report, op, tracked)
             elif op.kind.exchange and not op.outputs and operands[0].nelms == 1:
                 stored.append((operands[0], tracked[operands[0]]))
+        has_reduced = bool(operands) or op in report.reductions
+        modified = [op.inputs[i].origin for i in op.modified] if has_reduced else []
         if op.kind.graphs:
-            for i in op.modified if operands else ():
-                tracked.pop(op.inputs[i].origin, None)
-            tracked |= _returned_by_call(op, returned) if returned else ()
-        elif operands or op in report.reductions:
+            for t in modified:
+                tracked.pop(t, None)
+            if returned:
+                tracked |= _returned_by_call(op, returned)
+        elif has_reduced:
             result = _tracked_result(op, operands, tracked, report)
-            for t in (*op.outputs, *[op.inputs[i].origin for i in op.modified]):
+            for t in (*op.outputs, *modified):
                 if result is not None:
                     tracked[t] = result
                 else:
@@ -155,11 +158,10 @@ def _tracked_result(op: Op, operands: Sequence[Tensor], tracked: TrackedValues, 
     if op in report.reductions:
         if op.attributes["op"] not in ("add", "mean"):
             return None
-        return (
-            replace(tracked[op.inputs[0]], reductions=(*tracked[op.inputs[0]].reductions, op))
-            if operands
-            else _reduction_result(op, report)
-        )
+        if not operands:
+            return _reduction_result(op, report)
+        earlier = tracked[op.inputs[0]]
+        return replace(earlier, reductions=(*earlier.reductions, op))
     if op.modified:
         return _accumulated(op, operands, tracked)
     if len(operands) == 1:
@@ -171,18 +173,19 @@ def _uniform_sum(terms: Sequence[ReducedValue], op: Op, report: Report) -> Reduc
     """Sum of values with equal reductions, such as the gradients of several uses."""
     if op.op_type not in ("Add", "Sum") or len(terms) < len(op.inputs):
         return None
-    reductions = {
+    distinct = {
         (*term.axes_and_weight(report), term.scalars, *(reduction.attributes["op"] for reduction in term.reductions))
         for term in terms
     }
-    return terms[0] if len(reductions) == 1 else None
+    return terms[0] if len(distinct) == 1 else None
 
 
 def _accumulated(op: Op, operands: Sequence[Tensor], tracked: TrackedValues) -> ReducedValue | None:
     """New value of an accumulator, if it sums or averages values with one kind of reduction."""
-    rule, (accumulator, *more) = op.kind.sharding_rule, op.modified
-    if rule is None or more:
+    rule = op.kind.sharding_rule
+    if rule is None or len(op.modified) > 1:
         return None
+    (accumulator,) = op.modified
     added = [t for t in operands if t is not op.inputs[accumulator]]
     if len(added) != 1:
         return None

@@ -59,8 +59,10 @@ class VariableFactory:
     An array as `data_iter` is an iterable of its rows, as in Python: if it does not have a row for each group, a
     `popxl.errors.RowsAsValuesWarning` says so.
 
-    `ValueError` if the data cannot be used, `PopxlError` if it has no such axis, `AssertionError` if `shard_over`
-    exceeds the group.
+    Raises:
+        ValueError: if the data cannot be used.
+        PopxlError: if it has no such axis as `group_axis`.
+        AssertionError: if `shard_over` exceeds the size of a group.
 
     Example:
         >>> ir = popxl.Ir()
@@ -100,8 +102,8 @@ class VariableFactory:
         self.replica_sharded = shard_over > 1
 
         first = first_element(self.data_iter, name)
-        of_data = first.dtype if isinstance(first, Initial) else None
-        self.dtype = dtype or of_data or popxl.dtype.as_dtype(first.dtype)
+        described_dtype = first.dtype if isinstance(first, Initial) else None
+        self.dtype = dtype or described_dtype or popxl.dtype.as_dtype(first.dtype)
         if isinstance(first, Initial):
             first.check_held_by(self.dtype, f"VariableFactory `{name}`: `data_iter`")
         self.input_dtype = self.dtype
@@ -140,15 +142,13 @@ class VariableFactory:
         """
         name = name or self.name
         data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
-        pieces, nelms = self.replica_grouping.const_rg.group_size, math.prod(self.whole_shape)
-        if self.meta_shape is not None:
-            pieces = shard_count(nelms, self.shape[0], pieces)
-        elif not (sharded and 1 < pieces <= nelms):
-            return self._declared(popxl.variable(data, self.dtype, name, replica_grouping=self.replica_grouping))
-        v, _ = popxl.replica_sharded_variable(
-            data, self.dtype, name, replica_grouping=self.replica_grouping, shard_over=pieces
-        )
-        return self._declared(v)
+        grouping, nelms = self.replica_grouping, math.prod(self.whole_shape)
+        replicas = grouping.const_rg.group_size
+        if self.meta_shape is None and not (sharded and 1 < replicas <= nelms):
+            return self._with_group_axis(popxl.variable(data, self.dtype, name, replica_grouping=grouping))
+        shards = replicas if self.meta_shape is None else shard_count(nelms, self.shape[0], replicas)
+        v, _ = popxl.replica_sharded_variable(data, self.dtype, name, replica_grouping=grouping, shard_over=shards)
+        return self._with_group_axis(v)
 
     def create_remote_tensor(
         self,
@@ -163,7 +163,9 @@ class VariableFactory:
         name = name or self.name
         data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
         create = popxl.remote_replica_sharded_variable if buffer.meta_shape else popxl.remote_variable
-        return self._declared(create(data, buffer, entry, self.dtype, name, replica_grouping=self.replica_grouping))
+        return self._with_group_axis(
+            create(data, buffer, entry, self.dtype, name, replica_grouping=self.replica_grouping)
+        )
 
     def next_data(self, empty: bool = False) -> Any:
         """The host value of the next variable: one element, or one for each replica group, stacked.
@@ -216,7 +218,7 @@ class VariableFactory:
             read_only_if_exists,
         )
 
-    def _declared(self, v: Variable) -> Variable:
+    def _with_group_axis(self, v: Variable) -> Variable:
         v.group_axis = self.group_axis
         return v
 

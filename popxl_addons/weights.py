@@ -188,10 +188,10 @@ def _loads(
             continue
         used.add(file_name)
         weight = weights[file_name]
-        for home in dict.fromkeys([v] if session is None else [v, session.owner_of(v)[1]]):
-            if problem := _problem(home, weight, stored, narrow):
+        for target in dict.fromkeys([v] if session is None else [v, session.owner_of(v)[1]]):
+            if problem := _problem(target, weight, stored, narrow):
                 unfit.append(f"`{name}` is {v.dtype.name}{list(v.shape)}, and `{file_name}` is {weight}: {problem}")
-            loads.append(_Load(home, weight, stored))
+            loads.append(_Load(target, weight, stored))
     ignored = {name.removeprefix(removed_prefix) for name in table.ignored}
     unused = [] if partial else [f"`{n}`" for n in weights if n not in used and pattern(n)[0] not in ignored]
     problems = {"missing in the file": missing, "left over in the file": unused, "unfit": unfit}
@@ -225,8 +225,10 @@ def _as_ours(array: np.ndarray, stored: Stored) -> np.ndarray:
     if stored.transposed:
         array = array.T
     k, n = stored.part
-    size = array.shape[-1] // n if n > 1 else 0
-    return array[..., k * size : (k + 1) * size] if n > 1 else array
+    if n == 1:
+        return array
+    size = array.shape[-1] // n
+    return array[..., k * size : (k + 1) * size]
 
 
 def _shape_as_ours(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...] | None:
@@ -353,18 +355,19 @@ def save_safetensors(
     by_name = _session_variables("save_safetensors", variables, session)
     stored_parts = _parts_by_name(by_name, _table(names, by_name))
     data = session.values_of(by_name.values()) if session is not None else {v: v.data for v in by_name.values()}
-    views = {name: [_merge_replicas(name, v, data[v], s) for v, s in pairs] for name, pairs in stored_parts.items()}
+    views = {name: [_merge_replicas(name, v, data[v], s) for v, s in parts] for name, parts in stored_parts.items()}
+    transposed = {name: parts[0][1].transposed for name, parts in stored_parts.items()}
     if (launched() or Instance()).instance_index != 0:
         return
     path = Path(place).expanduser()
 
     def arrays(chosen: Iterable[str]) -> dict[str, np.ndarray]:
-        return {name: _as_stored(views[name], stored_parts[name][0][1].transposed) for name in chosen}
+        return {name: _as_stored(views[name], transposed[name]) for name in chosen}
 
     if path.suffix == ".safetensors":
         _write(path, arrays(views))
     else:
-        sizes = {name: sum(a.nbytes for a in pairs) for name, pairs in views.items()}
+        sizes = {name: sum(part.nbytes for part in parts) for name, parts in views.items()}
         _write_folder(path, sizes, file_bytes, arrays)
 
 
@@ -381,7 +384,8 @@ def _parts_by_name(by_name: Mapping[str, Variable], table: Names) -> dict[str, l
         else:
             by_part.setdefault(stored.name, {})[stored.part[0]] = (v, stored)
     for name, by_index in by_part.items():
-        count = next(iter(by_index.values()))[1].part[1]
+        (_, first), *_ = by_index.values()
+        _, count = first.part
         if absent := [k for k in range(count) if k not in by_index]:
             problems.append(f"parts {absent} of the {count} of `{name}` are missing")
     if problems:

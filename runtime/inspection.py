@@ -41,7 +41,7 @@ from runtime.report import (
 def report_of(ir: Ir, program: CompiledProgram, runner: Runner | None = None) -> Report:
     """Report of a compiled program and its runner's runs. See `Session.report`."""
     main, runs = ir.main_graph, runs_of(ir.main_graph)
-    ops = _stood_for(main)
+    sizes = _inlined_sizes(main)
     memory = memory_of_program(ir, program)
     return Report(
         program=repr(ir),
@@ -59,7 +59,7 @@ def report_of(ir: Ir, program: CompiledProgram, runner: Runner | None = None) ->
         collectives=_collectives(runs),
         size=_size(main, program),
         work=_work(runs),
-        pieces=_segment_reports(main, program, ops),
+        pieces=_segment_reports(main, program, sizes),
         precision=_precision(ir.options.precision, program.layout.compile_target.platform),
         seconds=program.seconds,
         memory=memory,
@@ -73,7 +73,7 @@ def report_of(ir: Ir, program: CompiledProgram, runner: Runner | None = None) ->
 
 
 def _loops(program: CompiledProgram) -> tuple[LoopReport, ...]:
-    rolling = program.layout.rerolling
+    rerolling = program.layout.rerolling
     return tuple(
         LoopReport(
             graph=loop.ops[0].graph.name,
@@ -82,7 +82,7 @@ def _loops(program: CompiledProgram) -> tuple[LoopReport, ...]:
             calls=tuple(callee.name for op in loop.ops for callee in op.called_graphs),
             text=summary(loop.ops),
         )
-        for loop in (() if rolling is None else rolling.loops)
+        for loop in (() if rerolling is None else rerolling.loops)
     )
 
 
@@ -137,16 +137,16 @@ def _precision(level: str, platform: str) -> str | None:
     return f"{text} `ir.options.precision = 'default'` would take {methods['default']}."
 
 
-def _stood_for(main: Graph) -> dict[Graph, int]:
-    """Number of ops represented by each graph, including called graphs."""
-    ops: dict[Graph, int] = {}
+def _inlined_sizes(main: Graph) -> dict[Graph, int]:
+    """Number of ops of each graph, with those of the graphs that it runs."""
+    sizes: dict[Graph, int] = {}
     for graph in callees_first(main):
-        ops[graph] = sum(_stands_for(op, ops) for op in graph.ops)
-    return ops
+        sizes[graph] = sum(_inlined_size(op, sizes) for op in graph.ops)
+    return sizes
 
 
-def _stands_for(op: Op, ops: dict[Graph, int]) -> int:
-    return 1 + sum(ops[callee] for callee in op.called_graphs)
+def _inlined_size(op: Op, sizes: dict[Graph, int]) -> int:
+    return 1 + sum(sizes[callee] for callee in op.called_graphs)
 
 
 def _graph(graph: Graph, runs: int) -> GraphReport:
@@ -265,28 +265,28 @@ def _streams(program: CompiledProgram) -> tuple[StreamReport, ...]:
     )
 
 
-def _segment_reports(main: Graph, program: CompiledProgram, ops: dict[Graph, int]) -> tuple[PieceReport, ...]:
+def _segment_reports(main: Graph, program: CompiledProgram, sizes: dict[Graph, int]) -> tuple[PieceReport, ...]:
     plan = program.plan
     if plan is None:
         (executable,) = program.executables()
         text = len(program.text())
-        sizes = _sizes(executable)
-        return (PieceReport(name="the program", runs=1, ops=ops[main], text=text, seconds=program.seconds, **sizes),)
+        memory = _memory_sizes(executable)
+        return (PieceReport(name="the program", runs=1, ops=sizes[main], text=text, seconds=program.seconds, **memory),)
     first = {segment.structure: segment for segment in reversed(plan.segments)}
     return tuple(
         PieceReport(
             name=first[structure].name,
             runs=count,
-            ops=sum(_stands_for(op, ops) for op in first[structure].ops),
+            ops=sum(_inlined_size(op, sizes) for op in first[structure].ops),
             text=len(structure.text()),
             seconds=plan.compile_seconds.get(structure, 0.0),
-            **_sizes(structure.executable),
+            **_memory_sizes(structure.executable),
         )
         for structure, count in plan.runs.items()
     )
 
 
-def _sizes(executable: Any) -> dict[str, Any]:
+def _memory_sizes(executable: Any) -> dict[str, Any]:
     """Memory sizes of an executable, from XLA's memory analysis."""
     analysis = executable.memory_analysis()
     host = (analysis.host_argument_size_in_bytes, analysis.host_output_size_in_bytes, analysis.host_temp_size_in_bytes)

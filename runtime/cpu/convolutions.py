@@ -211,9 +211,11 @@ def _gradient_by_position(g: Any, x: Any, kernel: Sequence[int], sliding: Slidin
     rows = g.reshape(len(x), -1, *g.shape[1:])
     sums = []
     for position in _kernel_positions(kernel):
-        products, halvings = rows * sliding.all_under(x[:, None], position), 1
-        while halvings < 8 and products.shape[2] % 2 == 0:
+        products = rows * sliding.all_under(x[:, None], position)
+        for _ in range(3):  # halvings
+            if products.shape[2] % 2:
+                break
             middle = products.shape[2] // 2
-            products, halvings = products[:, :, :middle] + products[:, :, middle:], 2 * halvings
+            products = products[:, :, :middle] + products[:, :, middle:]
         sums.append(products.sum(range(2, products.ndim)))
     return jnp.stack(sums, -1).reshape(len(g), 1, *kernel)

@@ -166,7 +166,7 @@ class GraphFunction:
         computed = (t for g in self._snapshot.graphs for op in g.ops for t in (*op.inputs, *op.outputs))
         self._dtypes = {t.dtype for t in (*graph.inputs, *graph.outputs, *computed)}
         self._outputs = graph.outputs
-        self._parameters = self._describe()
+        self._set_parameters()
         self.inputs = tuple(self._parameters)
         if all(name.isidentifier() for name in self.inputs):
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -177,8 +177,8 @@ class GraphFunction:
         self._snapshot, self._known_edits = Snapshot(self.graph), self.graph.ir.edits.count
         self._platform: str | None = None  # of the first call: asking for JAX's default starts devices
 
-    def _describe(self) -> dict[str, _Parameter]:
-        """Parameters by name. Sets `written`."""
+    def _set_parameters(self) -> None:
+        """Set the parameters, and which of them the graph writes."""
         changed = written_inputs(self.graph)
         names = [t.path for t in self.graph.inputs]
         if len({*names}) < len(names):
@@ -186,7 +186,7 @@ class GraphFunction:
         inputs = dict(zip(names, self.graph.inputs, strict=True))
         self._modified_inputs = {i: name for i, (name, t) in enumerate(inputs.items()) if t.by_ref and i in changed}
         self.written = tuple(self._modified_inputs.values())
-        return {name: _Parameter(name, t.spec) for name, t in inputs.items()}
+        self._parameters = {name: _Parameter(name, t.spec) for name, t in inputs.items()}
 
     def __repr__(self) -> str:
         parameters = ", ".join(f"{p.name}: {p.spec}" for p in self._parameters.values())
@@ -314,7 +314,7 @@ class MainFunction(GraphFunction):
         """Argument types by name."""
         return {p.name: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype.as_jax()) for p in self._parameters.values()}
 
-    def _describe(self) -> dict[str, _Parameter]:
+    def _set_parameters(self) -> None:
         main = self.graph
         used, changed = used_storages(main), written_tensors(main)
         self._variables = tuple(v for v in main.variables if v in used)
@@ -330,15 +330,14 @@ class MainFunction(GraphFunction):
                     f"{self._asker}: the program makes {count} transfers of {stream} in one run, and {setting} is "
                     f"{self._capacities[stream]}. Set it to at least {count}."
                 )
-        found = {v.name: _Parameter(v.name, v.spec, v) for v in self._variables}
+        self._parameters = {v.name: _Parameter(v.name, v.spec, v) for v in self._variables}
         self._feeds: dict[HostToDeviceStream, str] = {}
         for s in self._loads:
             name = s.tensor.name
-            while name in found:  # a stream may have the name of a variable
+            while name in self._parameters:  # a stream may have the name of a variable
                 name += "_stream"
             self._feeds[s] = name
-            found[name] = _Parameter(name, TensorSpec(self._host_shape(s), s.dtype))
-        return found
+            self._parameters[name] = _Parameter(name, TensorSpec(self._host_shape(s), s.dtype))
 
     def _host_shape(self, stream: Stream) -> tuple[int, ...]:
         return (self._capacities[stream], *stream.shape) if self._capacities[stream] > 1 else stream.shape
@@ -347,16 +346,12 @@ class MainFunction(GraphFunction):
         if arrays:
             raise TypeError(f"{self.__name__}: takes variables and streams by name only: {', '.join(self.inputs)}.")
         values = self._arguments((), named)
-        channels = Channels(
-            {
-                FAILURE: (jnp.asarray(FAILURE.start), 0),
-                **{
-                    s: (encode_transfer(values[name], s.dtype).reshape(self._capacities[s], *s.shape), 0)
-                    for s, name in self._feeds.items()
-                },
-                **{s: (jnp.zeros((self._capacities[s], *s.shape), in_transit(s.dtype)), 0) for s in self._stores},
-            }
-        )
+        states: dict[Channel, Any] = {FAILURE: (jnp.asarray(FAILURE.start), 0)}
+        for s, name in self._feeds.items():
+            states[s] = (encode_transfer(values[name], s.dtype).reshape(self._capacities[s], *s.shape), 0)
+        for s in self._stores:
+            states[s] = (jnp.zeros((self._capacities[s], *s.shape), in_transit(s.dtype)), 0)
+        channels = Channels(states)
         state: dict[Tensor, Array] = {v: values[v.name] for v in self._variables}
         with recursing_into(self.graph):
             environment = self._lowering.run(self.graph.ops, state, channels)
@@ -372,8 +367,13 @@ def _on_device(v: Variable, data: np.ndarray) -> Array:
     return jnp.asarray(to_device(np.array(data), v.dtype))
 
 
+_KINDS_OF_NUMBERS = (np.integer, np.floating, np.complexfloating)
+"""Kinds of dtypes, each of which can represent Python numbers of the earlier ones."""
+
+
 def _can_hold(wanted: Any, dtype: Any) -> bool:
     """Whether a dtype can represent Python numbers of another dtype: integers cannot represent floats."""
-    ranks = [np.bool_, np.integer, np.floating, np.complexfloating]
-    rank = [next(i for i, kind in enumerate(ranks) if jnp.issubdtype(d, kind)) for d in (dtype, wanted)]
-    return 0 < rank[0] <= rank[1]
+    for i, kind in enumerate(_KINDS_OF_NUMBERS):
+        if jnp.issubdtype(dtype, kind):
+            return any(jnp.issubdtype(wanted, each) for each in _KINDS_OF_NUMBERS[i:])
+    return False  # booleans are no numbers

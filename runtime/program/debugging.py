@@ -86,7 +86,7 @@ class DebugLowering(Lowering):
         self, ops: Iterable[Op], options: SessionOptions, replicas: Replicas, replica: int, infinities: bool
     ) -> None:
         super().__init__(ops, options, keep_calls=False, replicas=replicas)
-        self.executed = 0  # number of ops
+        self.executed_ops = 0
         self._replica = replica
         self._infinities = infinities
         self._sites: list[_Site] = []
@@ -111,7 +111,8 @@ class DebugLowering(Lowering):
         for op in (part for each in ops for part in each.parts):
             deliver_pending_signals()
             if op.kind.view is None:
-                yield from (self._run_graphs if op.called_graphs else self._run_checked)(op, environment, context)
+                run = self._run_graphs if op.called_graphs else self._run_checked
+                yield from run(op, environment, context)
         return environment
 
     def _run_graphs(self, op: Op, environment: Environment, context: Context) -> _Task[None]:
@@ -163,7 +164,7 @@ class DebugLowering(Lowering):
 
     def _run_checked(self, op: Op, environment: Environment, context: Context) -> _Task[None]:
         """Execute and check an op without called graphs."""
-        self.executed += 1
+        self.executed_ops += 1
         operands = [environment.value_of(t) for t in op.inputs]
         before = _non_finite(operands)
         if op.kind.between_replicas and self.replicas.count > 1:
@@ -322,7 +323,7 @@ def run_replicas(
             except StopIteration as end:
                 returned.append(end.value)
             except NonFiniteError as problem:
-                problems.append((lowering.executed, problem))
+                problems.append((lowering.executed_ops, problem))
         if problems:
             raise min(problems, key=lambda each: each[0])[1]
         if not calls:

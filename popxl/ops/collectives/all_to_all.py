@@ -71,14 +71,14 @@ def replicated_all_to_all(t: Tensor, split_axis: int = 0, concat_axis: int = 0, 
             f"{name}: axis {split} of `t`, {brief(t)}, cannot be cut into {size} equal parts, one for each member of a "
             "group."
         )
-    piece = [*t.shape]
-    piece[split] //= size
-    parts = reshape(t, (*piece[:split], size, *piece[split:]))
+    shape = [*t.shape]
+    shape[split] //= size
+    parts = reshape(t, (*shape[:split], size, *shape[split:]))
     front, _ = permutations(split, parts.rank)
     got = all_to_all_kind(transpose(parts, front) if split else parts, **groups)
     _, back = permutations(concat, parts.rank)
-    piece[concat] *= size
-    return reshape(transpose(got, back) if concat else got, piece)
+    shape[concat] *= size
+    return reshape(transpose(got, back) if concat else got, shape)
 
 
 shift_kind: OpKind = OpKind(

@@ -347,8 +347,9 @@ class MainFunction(GraphFunction):
             raise TypeError(f"{self.__name__}: takes variables and streams by name only: {', '.join(self.inputs)}.")
         values = self._arguments((), named)
         states: dict[Channel, Any] = {FAILURE: (jnp.asarray(FAILURE.start), 0)}
-        for s, name in self._feeds.items():
-            states[s] = (encode_transfer(values[name], s.dtype).reshape(self._capacities[s], *s.shape), 0)
+        for feed, name in self._feeds.items():
+            transfers = encode_transfer(values[name], feed.dtype)
+            states[feed] = (transfers.reshape(self._capacities[feed], *feed.shape), 0)
         for s in self._stores:
             states[s] = (jnp.zeros((self._capacities[s], *s.shape), in_transit(s.dtype)), 0)
         channels = Channels(states)

@@ -87,53 +87,62 @@ class Layout:
         decision: Decision,
         steps: HostSteps | None,
     ) -> None:
-        main = self.main = ir.main_graph
+        self.main, self.options = ir.main_graph, ir.options
         self.compile_target, self.decision, self.steps = compile_target, decision, steps
+        self.mode, self.rerolling = decision.mode, decision.rerolling
         self.homes: Mapping[Any, int] = {} if steps is None else steps.initial_ipus | steps.homes()
-        self.options = ir.options
-        self.counts = transfers_of(main)
-        channels = channels_of(main)
-        self.limited = () if decision.mode == "dispatched" else self._limited(channels)
+        self.prints = prints(self.main)
+        ops = (op for graph in reachable(self.main) for op in graph.ops)
+        self.uses_x64 = any(t.dtype.is_wide for op in ops for t in (*op.inputs, *op.outputs))
+        self._default_capacity = ir.num_host_transfers
+        self._set_channels()
+        self._set_devices()
+        self._set_variables(resident, changed)
+
+    def _set_channels(self) -> None:
+        """Set streams, remote buffers, and the failure flag if anything is checked."""
+        self.counts = transfers_of(self.main)
+        channels = channels_of(self.main)
+        self.limited = () if self.mode == "dispatched" else self._limited(channels)
         if self.limited and FAILURE not in channels:
             channels = (FAILURE, *channels)
         self.buffers = tuple(c for c in channels if isinstance(c, RemoteBuffer))
         self.channels = tuple(c for c in channels if not isinstance(c, RemoteBuffer))
         self.inputs = tuple(s for s in self.channels if isinstance(s, HostToDeviceStream))
         self.outputs = tuple(s for s in self.channels if isinstance(s, DeviceToHostStream))
-        unread = unread_streams(main)
+        unread = unread_streams(self.main)
         self.used_inputs = tuple(s for s in self.inputs if s not in unread)
-        self._default_capacity = ir.num_host_transfers
         self.capacity = {s: s.num_host_transfers for s in (*self.inputs, *self.outputs)}
         self.checks = FAILURE in self.channels
-        self.resident, self.changed = resident, tuple(changed)
-        self.variables = tuple(resident.values())
-        written = frozenset(changed)
-        self.unchanged = tuple(t for t in resident if t not in written)
-        self.in_buffers = {b: remote.variables_in(b, main.variables) for b in self.buffers}
-        self.stored_to = remote.stored_to(main)
-        self.prints = prints(main)
-        ops = (op for graph in reachable(main) for op in graph.ops)
-        self.uses_x64 = any(t.dtype.is_wide for op in ops for t in (*op.inputs, *op.outputs))
-        self.mode, placement, self.rerolling = decision.mode, decision.placement, decision.rerolling
-        packed = () if self.rerolling is None else self.rerolling.packed
-        self.changing = blocks_of(self.changed, packed)
-        changing = {t for block in self.changing for t in block.tensors}
-        self.constant = blocks_of((t for t in self.unchanged if t not in changing), packed)
+        self.in_buffers = {b: remote.variables_in(b, self.main.variables) for b in self.buffers}
+        self.stored_to = remote.stored_to(self.main)
+
+    def _set_devices(self) -> None:
+        """Set the compile options of each IPU, and the replicas."""
+        target, placement = self.compile_target, self.decision.placement
         ipus = (0,) if placement is None else placement.ipus
-        compile_targets = (
-            [compile_target] if placement is None else [compile_target.of_ipu(i, len(ipus)) for i in range(len(ipus))]
-        )
+        targets = [target] if placement is None else [target.of_ipu(i, len(ipus)) for i in range(len(ipus))]
         self.compile_options: Mapping[int, CompileOptions] = {
-            ipu: CompileOptions(each, self.options, self.uses_x64)
-            for ipu, each in zip(ipus, compile_targets, strict=True)
+            ipu: CompileOptions(each, self.options, self.uses_x64) for ipu, each in zip(ipus, targets, strict=True)
         }
         self.first_options = self.compile_options[ipus[0]]
         self.stages = stages_of(self.compile_options)
         own_options = self.first_options if self.stages is None else self.compile_options[self.stages.own_ipu]
         self.replicas = own_options.replicas
         self.divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
+
+    def _set_variables(self, resident: Mapping[Tensor, Variable], changed: Sequence[Tensor]) -> None:
+        """Set the variables on the device, and the arrays that hold them."""
+        self.resident, self.changed = resident, tuple(changed)
+        self.variables = tuple(resident.values())
+        written = frozenset(changed)
+        self.unchanged = tuple(t for t in resident if t not in written)
+        packed = () if self.rerolling is None else self.rerolling.packed
+        self.changing = blocks_of(self.changed, packed)
+        changing = {t for block in self.changing for t in block.tensors}
+        self.constant = blocks_of((t for t in self.unchanged if t not in changing), packed)
         # A plan knows only one kind of arrays.
-        alike = {t for t in self.unchanged if t is self.resident[t] and t.replica_grouping.num_groups == 1}
+        alike = {t for t in self.unchanged if t is resident[t] and t.replica_grouping.num_groups == 1}
         alone = [b for b in self.constant if alike.issuperset(b.tensors) and self.mode != "dispatched"]
         self.shared_storages = frozenset(t for block in alone if self.replicas.count > 1 for t in block.tensors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
@@ -36,22 +37,23 @@ def compile_fastest(ir: Ir, device: Device) -> CompiledProgram:
     first = _compiled(ir, device)
     layout = first.layout if isinstance(first, CompiledProgram) else layout_for(ir, device)
     decision = layout.decision
-    programs = {decision.mode: first} | {mode: _compiled(ir, device, mode) for mode in decision.compared}
-    fitting = {mode: program for mode, program in programs.items() if _fits(ir, program)}
+    outcomes = {decision.mode: first} | {mode: _compiled(ir, device, mode) for mode in decision.compared}
+    fitting = _fitting(ir, outcomes)
     for mode in decision.fallbacks:
         if not fitting:
-            programs[mode] = _compiled(ir, device, mode)
-            fitting = {mode: programs[mode]} if _fits(ir, programs[mode]) else {}
-    if not fitting or len(programs) == 1:
-        return _raise_if_failed(first)
-    costs = {mode: run_cost(_raise_if_failed(program)) for mode, program in fitting.items()}
+            outcomes[mode] = _compiled(ir, device, mode)
+            fitting = _fitting(ir, {mode: outcomes[mode]})
+    if not fitting or len(outcomes) == 1:
+        if isinstance(first, Exception):
+            raise first
+        return first
+    costs = {mode: run_cost(program) for mode, program in fitting.items()}
     fastest = min(costs, key=lambda mode: costs[mode][0])
     compared = [
-        f"{mode}, {costs[mode][1]}" if mode in costs else f"{mode}, too large for the memory" for mode in programs
+        f"{mode}, {costs[mode][1]}" if mode in costs else f"{mode}, too large for the memory" for mode in outcomes
     ]
     cache_mode(ir, device, fastest)
-    reason = f"It is the fastest by an estimate: {'; '.join(compared)}."
-    return replace(_raise_if_failed(fitting[fastest]), reason=reason)
+    return replace(fitting[fastest], reason=f"It is the fastest by an estimate: {'; '.join(compared)}.")
 
 
 def _compiled(ir: Ir, device: Device, mode: str | None = None) -> CompiledProgram | Exception:
@@ -66,18 +68,15 @@ def _compiled(ir: Ir, device: Device, mode: str | None = None) -> CompiledProgra
         return problem
 
 
-def _raise_if_failed(found: CompiledProgram | Exception) -> CompiledProgram:
-    if isinstance(found, Exception):
-        raise found
-    return found
+def _fitting(ir: Ir, outcomes: Mapping[str, CompiledProgram | Exception]) -> dict[str, CompiledProgram]:
+    """Compiled programs that fit into memory, by mode."""
+    return {mode: each for mode, each in outcomes.items() if isinstance(each, CompiledProgram) and _fits(ir, each)}
 
 
-def _fits(ir: Ir, program: CompiledProgram | Exception) -> bool:
+def _fits(ir: Ir, program: CompiledProgram) -> bool:
     """Whether a program fits its chip's memory; true for unknown chips."""
-    if isinstance(program, Exception):
-        return False
-    figures = program.device.chip
-    return figures is None or memory_of_program(ir, program).device <= figures.memory_bytes
+    chip = program.device.chip
+    return chip is None or memory_of_program(ir, program).device <= chip.memory_bytes
 
 
 def run_cost(program: CompiledProgram) -> tuple[float, str]:

@@ -60,15 +60,16 @@ def versions() -> str:
 def _devices(packages: Container[str]) -> tuple[str, list[str]]:
     """Devices visible to JAX, best first, and one sentence per unusable platform."""
     ask_for_cpu_devices()
-    with _captured_log(logging.INFO if "libtpu" in packages else logging.WARNING) as said:  # searched for in any case
+    # JAX says at the level INFO why there is no TPU, also where no driver for TPUs is installed.
+    with _captured_log(logging.INFO if "libtpu" in packages else logging.WARNING) as messages:
         try:
             best = jax.local_devices()
         except (RuntimeError, AssertionError) as problem:  # the latter, if JAX_PLATFORMS names only missing platforms
             platforms = jax.config.values["jax_platforms"]
             asked = f" with JAX_PLATFORMS={platforms}" if platforms else ""
-            return f"none. JAX does not start{asked}: {_sentence(str(problem)) or 'there is no such device.'}", said
+            return f"none. JAX does not start{asked}: {_sentence(str(problem)) or 'there is no such device.'}", messages
     others = [backend.local_devices() for backend in backends().values() if backend.platform != best[0].platform]
-    return ", ".join(map(_device_count, [best, *filter(None, others)])), said
+    return ", ".join(map(_device_count, [best, *filter(None, others)])), messages
 
 
 def _device_count(found: Sequence[jax.Device]) -> str:

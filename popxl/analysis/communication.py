@@ -133,8 +133,8 @@ class Communication(OnPage, Record):
         """Page for `print` and notebooks."""
         summary = f"{self.replicas} replicas. Bytes are those of one: what goes in, or comes out, whichever is more."
         alike: dict[tuple[Any, ...], list[Collective | IpuCopy]] = defaultdict(list)
-        for e in self.collectives:
-            alike[e.kind, starred(e.tensor), e.bytes, e.groups, e.line, e.graph].append(e)
+        for each in self.collectives:
+            alike[each.kind, starred(each.tensor), each.bytes, each.groups, each.line, each.graph].append(each)
         for copy in self.copies:
             ipus = f"IPU {'?' if copy.source is None else copy.source} to {copy.destination}"
             alike[COPY, starred(copy.tensor), copy.bytes, ipus, copy.line, copy.graph].append(copy)
@@ -249,7 +249,9 @@ def _repeated_exchanges(graph: Graph, recorder: type[ExchangeRecorder] | None) -
     repeated: set[tuple[Op, int]] = set()
     seen: set[tuple[object, ...]] = set()
     for op in graph.ops:
-        for collective in (collective for collective in op.parts if collective.kind.between_replicas):
+        for collective in op.parts:
+            if not collective.kind.between_replicas:
+                continue
             prefix = (collective.inputs, collective.attributes["stride"], collective.attributes["group_size"])
             keys = [(*prefix, *exchange) for exchange in exchanges_of(collective, recorder)]
             repeated.update((collective, i) for i, key in enumerate(keys) if key in seen)
@@ -264,15 +266,17 @@ def _added(graph: Graph) -> set[Op]:
     users = readers(graph)
     added: set[Op] = set()
     for op in graph.ops:
+        if len(op.inputs) < 2:
+            continue
         first: dict[tuple[object, ...], Op] = {}
-        for t in op.inputs if len(op.inputs) > 1 else ():
-            maker = t.producer
-            if maker is None or not maker.kind.between_replicas or users[t] != [op] or t in graph.outputs:
+        for t in op.inputs:
+            reduction = t.producer
+            if reduction is None or not reduction.kind.between_replicas or users[t] != [op] or t in graph.outputs:
                 continue
-            if [kind for kind, _ in exchanges_of(maker)] == ["all-reduce"] and _is_sum(op):
-                key = (maker.attributes["stride"], maker.attributes["group_size"], t.spec)
-                if first.setdefault(key, maker) is not maker:
-                    added.add(maker)
+            if [kind for kind, _ in exchanges_of(reduction)] == ["all-reduce"] and _is_sum(op):
+                key = (reduction.attributes["stride"], reduction.attributes["group_size"], t.spec)
+                if first.setdefault(key, reduction) is not reduction:
+                    added.add(reduction)
     return added
 
 

@@ -106,8 +106,8 @@ class _Content:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Compare attribute values of ops, which may be arrays."""
-    return a is b or not isinstance(a, Mapping) and a == b
+    """Compare parts of ops; attributes by identity, as they may hold arrays. Edits replace the whole mapping."""
+    return a is b or (not isinstance(a, Mapping) and a == b)
 
 
 def _differences(title: str, what: str, old: Collection[Any], now: Collection[Any]) -> Iterator[str]:

@@ -55,8 +55,9 @@ class Share(NamedTuple):
         """
         if adjacent == 1 and not replicas % count:  # whole replicas, however many devices each takes
             return cls(index * (replicas // count), replicas // count, 0, stages)
+        # A row is the devices of adjacent replicas for one stage. A block is their rows for all stages.
         devices, left = divmod(replicas * stages, count)
-        rows, loose = divmod(devices, adjacent)  # of replicas that are adjacent
+        rows, loose = divmod(devices, adjacent)
         if left or replicas % adjacent or not devices:
             fits = False
         elif rows == 0:

@@ -79,8 +79,9 @@ def reshape_subscripts(before: tuple[int, ...], after: tuple[int, ...]) -> str:
     """
     if before == after:
         return permutation_subscripts(tuple(range(len(before))))
+    # The span of a dimension: products of the sizes up to it, without and with its own. Factors lie between limits.
     spans, new_spans = ([*pairwise((1, *accumulate(shape, mul)))] for shape in (before, after))
-    ends, new_ends = ({end for _, end in bounds} for bounds in (spans, new_spans))
+    ends, new_ends = ({end for _, end in each} for each in (spans, new_spans))
     limits = sorted({1} | ends | new_ends)
     if not all(limits) or any(larger % smaller for smaller, larger in pairwise(limits)):
         limits = sorted({1} | (ends & new_ends) - {0})

@@ -48,7 +48,17 @@ class _Pending:
 
 
 class _StepWalk:
-    """State of a chip during a walk through a program."""
+    """State of a chip during a walk through a program.
+
+    Attributes:
+        now: seconds since the start of the run.
+        lane_ends: time at which the last asynchronous operation of each lane ends.
+        pending: operations that have begun, by the instructions that a `-done` names.
+        never_awaited: operations that no instruction waits for.
+        graphs, inclusive, spans: as in `StepTimeline`.
+        lines: totals of collectives, by source line and kind.
+        times: number of executions of the present computation in a run.
+    """
 
     def __init__(self, wires: Wires, level: str) -> None:
         self.chip, self.wires, self.level = wires.chip, wires, level

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 def transfers_of(main: Graph, fewest: bool = False) -> Counter[Stream]:
     """Maximum number of transfers per stream in one graph run; or the fewest, depending on conditions."""
-    of: dict[Graph, Counter[Stream]] = {}
+    counts_of: dict[Graph, Counter[Stream]] = {}
     for graph in callees_first(main):
-        counts = of[graph] = Counter()
+        counts = counts_of[graph] = Counter()
         for op in (part for each in graph.ops for part in each.parts):
             if op.kind.exchange == "stream":
                 counts[op.attributes["stream"]] += 1
-            of_runs = [Counter({s: n * run.iterations for s, n in of[run.graph].items()}) for run in op.runs]
-            if of_runs:  # of several, one is run
-                counts.update(reduce(and_ if fewest else or_, of_runs))
-    return of[main]
+            branches = [Counter({s: n * run.iterations for s, n in counts_of[run.graph].items()}) for run in op.runs]
+            if branches:  # of which one is run; `&` and `|` of counters are their minimum and maximum
+                counts.update(reduce(and_ if fewest else or_, branches))
+    return counts_of[main]
 
 
 def unread_streams(main: Graph) -> set[Stream]:
@@ -67,7 +67,8 @@ def warn_of_unused_transfers(ir: Ir) -> None:
         capacity = stream.num_host_transfers
         if count >= capacity or not (is_output or is_own) and needed >= capacity:
             continue
-        left, what, verb = capacity - count, *(("slot", "written") if is_output else ("value", "read"))
+        left = capacity - count
+        what, verb = ("slot", "written") if is_output else ("value", "read")
         remedy = f" Those from number {count} on are no results." if is_output else ""
         if is_own and count:
             remedy = f" Make it with `num_host_transfers={count}`."

@@ -36,13 +36,13 @@ def check(holds: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def once(what: str, ids: Iterable[object]) -> None:
+def check_unique(what: str, ids: Iterable[object]) -> None:
     """Raise `ValueError` for duplicate names or numbers."""
     twice = [id for id, count in Counter(ids).items() if count > 1]
     check(not twice, f"the {what} {', '.join(map(repr, twice[:3]))} is there twice")
 
 
-def sizes(values: Any) -> tuple[int, ...]:
+def checked_shape(values: Any) -> tuple[int, ...]:
     """A shape. `ValueError` for anything else."""
     check(isinstance(values, list) and all(type(v) is int and v >= 0 for v in values), f"{values!r} is no shape")
     return tuple(values)
@@ -54,21 +54,21 @@ def check_size(what: str, spec: TensorSpec, times: int = 1) -> None:
     check(size <= LARGEST, f"{what} would have {size} bytes; the most is {LARGEST}")
 
 
-def ipu_checked(location: tuple[int | None, bool | None]) -> tuple[int | None, bool | None]:
+def checked_location(location: tuple[int | None, bool | None]) -> tuple[int | None, bool | None]:
     """A location. Raises `ValueError` for an impossible IPU."""
     ipu = location[0]
     check(ipu is None or 0 <= ipu < _MOST_IPUS, f"there is no IPU {ipu}")
     return location
 
 
-def check_places(t: Tensor) -> None:
-    """Raise `ValueError` for cyclic tensor bindings."""
-    met = set()
-    here: Tensor | None = t
-    while here is not None:
-        check(here not in met, f"{t!r} is bound to itself")
-        met.add(here)
-        here = None if here._bound is None else here._bound()
+def check_bindings(t: Tensor) -> None:
+    """Raise `ValueError` if a graph input is bound to itself, through inputs of other graphs."""
+    seen = set()
+    current: Tensor | None = t
+    while current is not None:
+        check(current not in seen, f"{t!r} is bound to itself")
+        seen.add(current)
+        current = None if current._bound is None else current._bound()
 
 
 def check_overwritten(op: Op) -> None:

@@ -30,13 +30,13 @@ from popxl.options import OF_THE_RUN
 from popxl.program.checks import (
     LARGEST,
     check,
+    check_bindings,
     check_calls,
     check_overwritten,
-    check_places,
     check_size,
-    ipu_checked,
-    once,
-    sizes,
+    check_unique,
+    checked_location,
+    checked_shape,
 )
 from popxl.program.saved import (
     ARRAYS,
@@ -156,20 +156,20 @@ class _Reader:
         ir.checked_axes("the program")
         for buffer in program.buffers:
             self._add_buffer(buffer)
-        once("graph", (saved.id for saved in program.graphs))
+        check_unique("graph", (saved.id for saved in program.graphs))
         check(bool(program.graphs) and program.graphs[0].id == "", "the first graph is not the main graph")
         ir.graphs = [Graph._make(ir, saved.id) for saved in program.graphs]
         self._graphs = {graph.id: graph for graph in ir.graphs}
         graphs = [*zip(ir.graphs, program.graphs, strict=True)]
-        once("tensor", (t.id for saved in program.graphs for t in saved.tensors))
-        once("stream", (t.id for saved in program.graphs for t in saved.streams))
+        check_unique("tensor", (t.id for saved in program.graphs for t in saved.tensors))
+        check_unique("stream", (t.id for saved in program.graphs for t in saved.streams))
         for pair in graphs:
             self._add_tensors(*pair)
         for pair in graphs:
             self._add_ends(*pair)
         for t in self._tensors.values():
-            check_places(t)
-        once("op", (op.id for saved in program.graphs for op in saved.ops))
+            check_bindings(t)
+        check_unique("op", (op.id for saved in program.graphs for op in saved.ops))
         for pair in graphs:
             self._add_ops(*pair)
         for graph in ir.graphs:
@@ -203,7 +203,7 @@ class _Reader:
             check(0 <= results <= len(saved.outputs), f"{graph.title} has a rule for {results} outputs")
             graph.derivative = UnsavedDerivative(name, results)
         graph.gradient_of = None if saved.gradient_of is None else self._graphs[saved.gradient_of]
-        once(f"input of {graph.title}", saved.inputs)
+        check_unique(f"input of {graph.title}", saved.inputs)
         check(bool(graph.id) or not saved.inputs, "the main graph has inputs")
         for tensor in saved.tensors:
             self._add_ties(self._tensors[tensor.id], tensor)
@@ -229,7 +229,7 @@ class _Reader:
         check(saved.id == graph._prefix + saved.name, f"a tensor of {graph.title} has the id {saved.id!r}")
         t: Tensor = Tensor._kinds.get(saved.type, Tensor)._make(graph, saved.id, saved.name, self._spec_of(saved.spec))
         t.by_ref, t._path = saved.by_ref, saved.path
-        t._used_at = ipu_checked(saved.used_at)
+        t._used_at = checked_location(saved.used_at)
         if isinstance(t, Variable):
             self._place_variable(t, saved)
         if saved.begins is not None:
@@ -314,9 +314,9 @@ class _Reader:
             operands=saved.operands,
             attributes=attributes,
             modified=frozenset(saved.modified),
-            ipu=ipu_checked((saved.ipu, None))[0],
+            ipu=checked_location((saved.ipu, None))[0],
             io_tiles=saved.io_tiles,
-            location=ipu_checked(saved.location),
+            location=checked_location(saved.location),
             execution_context=ExecutionContext[saved.execution_context],
             after=saved.after,
         )
@@ -400,7 +400,7 @@ class _Reader:
 
     def _spec(self, content: Any) -> TensorSpec:
         shape, name, meta_shape = content
-        spec = TensorSpec(sizes(shape), dtype_.from_name(name), sizes(meta_shape))
+        spec = TensorSpec(checked_shape(shape), dtype_.from_name(name), checked_shape(meta_shape))
         check_size(f"a tensor {brief(spec)}", spec)
         return spec
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from popxl.base.version import VERSION
 from popxl.errors import PopxlError
-from runtime.targets.mesh import laid
+from runtime.targets.mesh import placed_devices
 from runtime.targets.replicas import AXIS, DescribedReplicas, Dimension, DividedReplicas, Replicas
 
 HOST = "pinned_host"
@@ -143,7 +143,7 @@ class CompileTarget:
         processes = [list(self.devices)] if self.is_one_ipu else self._by_process()
         devices = [device for own in processes for device in own[: self.count // len(processes)]]
         if 1 < self.count <= len(devices):
-            devices = laid(devices, self.dimensions)
+            devices = placed_devices(devices, self.dimensions)
         is_absent = not self.is_present or self.is_elsewhere
         is_divided = self.is_one_ipu or len(processes) > 1
         kind = DescribedReplicas if is_absent else DividedReplicas if is_divided else Replicas

@@ -50,7 +50,7 @@ def dimensions_of(ir: Ir, are_weighed: bool = False) -> tuple[Dimension, ...]:
     )
 
 
-def laid(devices: Sequence[jax.Device], dimensions: Sequence[Dimension]) -> list[jax.Device]:
+def placed_devices(devices: Sequence[jax.Device], dimensions: Sequence[Dimension]) -> list[jax.Device]:
     """Order devices by replica, making replicas physical neighbours along the dimension with most traffic.
 
     The replicas of a process stay together, in the order of the processes, as these feed them.
@@ -59,19 +59,17 @@ def laid(devices: Sequence[jax.Device], dimensions: Sequence[Dimension]) -> list
     if len(dimensions) < 2 or ordered[0].platform != "tpu":  # no other says how its devices are wired
         return ordered
     hosts = [list(own) for _, own in groupby(ordered, lambda device: device.process_index)]
-    sizes = _within(len(hosts[0]), [dimension.size for dimension in dimensions])
+    sizes = _block_extents(len(hosts[0]), [dimension.size for dimension in dimensions])
     if sizes is None or len({len(own) for own in hosts}) > 1 or not all(map(_is_box, hosts)):
         return ordered
     quietest_first = sorted(range(len(sizes)), key=lambda i: dimensions[i].bytes)
     mesh = mesh_utils.create_device_mesh([sizes[i] for i in quietest_first], hosts[0], allow_split_physical_axes=True)
     # The same in each host: TPUs refuse groups that do not look alike.
     places = [_host_coordinates(device, hosts[0]) for device in mesh.transpose(np.argsort(quietest_first)).flat]
-    at = [{_host_coordinates(device, own): device for device in own} for own in hosts]
-    return (
-        [chips[place] for chips in at for place in places]
-        if all(chips.keys() == {*places} for chips in at)
-        else ordered
-    )
+    chips_of_hosts = [{_host_coordinates(device, own): device for device in own} for own in hosts]
+    if any(chips.keys() != {*places} for chips in chips_of_hosts):
+        return ordered
+    return [chips[place] for chips in chips_of_hosts for place in places]
 
 
 def _host_coordinates(device: Any, host: Sequence[Any]) -> tuple[int, ...]:
@@ -80,7 +78,7 @@ def _host_coordinates(device: Any, host: Sequence[Any]) -> tuple[int, ...]:
     return (*(own - first for own, first in zip(device.coords, corner, strict=True)), device.core_on_chip)
 
 
-def _within(count: int, sizes: Sequence[int]) -> list[int] | None:
+def _block_extents(count: int, sizes: Sequence[int]) -> list[int] | None:
     """Extent of `count` consecutive replicas along each dimension; `None` unless they form a block."""
     extents = [1] * len(sizes)
     for i in reversed(range(len(sizes))):

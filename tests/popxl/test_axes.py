@@ -13,7 +13,7 @@ import popxl
 from popxl import ops
 from popxl.errors import PopxlError, UnreadableFileError
 from runtime.targets.devices import Device
-from runtime.targets.mesh import dimensions_of, laid
+from runtime.targets.mesh import dimensions_of, placed_devices
 from runtime.targets.replicas import Dimension
 
 AXES = {"data": 2, "one": 1, "tensor": 3, "expert": 2}
@@ -210,7 +210,7 @@ def test_the_dimension_that_sends_most_has_neighbours() -> None:
     chips = [Chip(0, x, y) for y in range(2) for x in range(8)]
     for busy in range(2):
         dimensions = [Dimension("a", 2, 9 * (busy == 0)), Dimension("b", 8, 9 * (busy == 1))]
-        order = laid(chips, dimensions)
+        order = placed_devices(chips, dimensions)
         assert {*map(id, order)} == {*map(id, chips)}
         assert distance(np.array(order).reshape(2, 8), busy) == 1
 
@@ -218,7 +218,7 @@ def test_the_dimension_that_sends_most_has_neighbours() -> None:
 def test_replicas_of_a_process_stay_together_and_hosts_look_alike() -> None:
     hosts = [(0, 0), (2, 0), (0, 2), (2, 2)]
     chips = [Chip(h, hx + x, hy + y) for h, (hx, hy) in enumerate(hosts) for y in range(2) for x in range(2)]
-    order = laid(chips, [Dimension("data", 2), Dimension("tensor", 8, 1)])
+    order = placed_devices(chips, [Dimension("data", 2), Dimension("tensor", 8, 1)])
     assert [chip.process_index for chip in order] == [h for h in range(4) for _ in range(4)]
     places = [(c.coords[0] - hosts[c.process_index][0], c.coords[1] - hosts[c.process_index][1]) for c in order]
     assert places == places[:4] * 4

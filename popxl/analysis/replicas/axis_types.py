@@ -124,8 +124,11 @@ def _join_axis(a: AxisType, b: AxisType) -> AxisType:
         return a
     larger = max(a.kind, b.kind)
     if larger not in (REPLICATED, VARYING):
-        return AxisType(larger) if a.kind == b.kind else a if a.kind is larger else b
-    reduced, per_replica = max(a.reduced, b.reduced), {axis.per_replica for axis in (a, b) if axis.kind is VARYING}
+        if a.kind == b.kind:
+            return AxisType(larger)
+        return a if a.kind is larger else b
+    reduced = max(a.reduced, b.reduced)
+    per_replica = {axis.per_replica for axis in (a, b) if axis.kind is VARYING}
     if not per_replica or None in per_replica or reduced is REDUNDANT:
         return AxisType(larger, reduced=reduced)
     return AxisType(VARYING, reduced=reduced, per_replica=per_replica.pop() if len(per_replica) == 1 else VALUES)

@@ -6,6 +6,7 @@ A rule comes from the declaration of an op (`popxl.core.traits.ShardingRule`), o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -58,15 +59,18 @@ class Rule(NamedTuple):
 
 def covers(rule: Rule, types: Sequence[AxisType], shapes: Sequence[tuple[int, ...]]) -> bool:
     """Whether the rule describes all shards: along elementwise dimensions, and broadcast only to sharded ones."""
-    return all(
-        (d := axis_type.dimension) is None
-        or (d >= len(labels) and all(labels == result for result in rule.results))  # of values with more dimensions
-        or (
-            _sharded_factors(labels, d)[1]
-            and (d == FLAT or shape[d] > 1 or _is_divided(labels[d], rule, types, shapes))
-        )
-        for labels, axis_type, shape in zip(rule.operands, types, shapes, strict=True)
-    )
+    for labels, along, shape in zip(rule.operands, types, shapes, strict=True):
+        dimension = along.dimension
+        if dimension is None:
+            continue
+        if dimension >= len(labels) and all(labels == result for result in rule.results):
+            continue  # shards of values with more dimensions
+        _, factors = _sharded_factors(labels, dimension)
+        if not factors:
+            return False
+        if dimension != FLAT and shape[dimension] <= 1 and not _is_divided(labels[dimension], rule, types, shapes):
+            return False
+    return True
 
 
 def _is_divided(
@@ -74,9 +78,9 @@ def _is_divided(
 ) -> bool:
     """Whether all operands with a dimension of these factors above size 1 are sharded."""
     return all(
-        axis_type.kind is SHARDED
+        along.kind is SHARDED
         or all(size == 1 for size, factors_of in zip(shape, labels, strict=True) if factors_of == factors)
-        for labels, axis_type, shape in zip(rule.operands, types, shapes, strict=True)
+        for labels, along, shape in zip(rule.operands, types, shapes, strict=True)
     )
 
 
@@ -89,7 +93,7 @@ def types_by_rule(rule: Rule, types: Sequence[AxisType], flaws: Flaws) -> list[A
         return [SUM] * len(rule.results)
     if joined.kind is SHARDED:
         return [_type_of_shards(rule.operands, result, types) for result in rule.results]
-    if joined.kind is VARYING and all(type_.per_replica is not None for type_ in types if type_.kind is VARYING):
+    if joined.kind is VARYING and all(along.per_replica is not None for along in types if along.kind is VARYING):
         return [_TERMS if _is_product_of_own(rule, result, types) else joined for result in rule.results]
     return [joined] * len(rule.results)
 
@@ -111,20 +115,19 @@ def _is_product_of_own(rule: Rule, result: Labels, types: Sequence[AxisType]) ->
 
 def _contracted(rule: Rule, result: Labels) -> set[str | int]:
     """Contracted labels: shared by several operands, absent from the result."""
-    factors = [{*chain.from_iterable(labels)} for labels in rule.operands]
-    return {f for i, own in enumerate(factors) for f in own if any(f in earlier for earlier in factors[:i])} - {
-        *chain.from_iterable(result)
-    }
+    counts = Counter(chain.from_iterable({*chain.from_iterable(labels)} for labels in rule.operands))
+    shared = {factor for factor, count in counts.items() if count > 1}
+    return shared.difference(chain.from_iterable(result))
 
 
 def _type_of_terms(rule: Rule, types: Sequence[AxisType], flaws: Flaws) -> AxisType:
     """Result type of an operation on terms of a sum."""
     terms = SUM if any(along.kind is PARTIAL for along in types) else _TERMS
     others_type = SUM if terms is SUM else _OWN
-    terms_at = {i for i, type_ in enumerate(types) if _is_sum(type_) and rule.floats[i]}
+    terms_at = {i for i, along in enumerate(types) if _is_sum(along) and rule.floats[i]}
     if rule.linear is None or not terms_at:  # terms only in conditions and indices
         return others_type
-    other_types = [type_ for i, type_ in enumerate(types) if i not in terms_at]
+    other_types = [along for i, along in enumerate(types) if i not in terms_at]
     contracts = any(_contracted(rule, result) for result in rule.results)
     linear_group = next((group for group in rule.linear if terms_at <= {*group}), None)
     if linear_group is None:
@@ -135,7 +138,7 @@ def _type_of_terms(rule: Rule, types: Sequence[AxisType], flaws: Flaws) -> AxisT
     added = [types[i] for i in linear_group if i not in terms_at and rule.floats[i] and types[i] != ZEROS]
     if added:
         return _flawed(terms, "more", flaws) if _are_equal(added) else join_axis([others_type, *added])
-    factors = [type_ for i, type_ in enumerate(types) if i not in linear_group]
+    factors = [along for i, along in enumerate(types) if i not in linear_group]
     return terms if contracts or _are_equal(factors) else join_axis([others_type, *factors])
 
 
@@ -170,9 +173,10 @@ def _type_of_shards(operands: Sequence[Labels], result: Labels, types: Sequence[
         if factors == tuple(chain.from_iterable(result)):
             return FLAT_SHARDS
         # Shards of a flattened value, one after another, are rows of a value that has as many times the rows.
-        rows = [AxisType(SHARDED, 0) if d == FLAT_SHARDS else d for d in types]
+        rows = [AxisType(SHARDED, 0) if along == FLAT_SHARDS else along for along in types]
         return _type_of_shards(operands, result, rows)
-    dimensions = [i for i, d in enumerate(result) if d and d[:1] == factors]  # inner factors have no dimension
+    # Shards along inner factors of a dimension are along no dimension of the result.
+    dimensions = [d for d, own in enumerate(result) if own and own[:1] == factors]
     return AxisType(SHARDED, dimensions[0]) if dimensions else SHARDS
 
 

@@ -61,7 +61,7 @@ def run_lints(main: Graph) -> None:
         for v, op, along in program.drifting(report, report.diverged):
             reported[_drifting(along), op.source][f"`{v.name}`"] = None
         for each in report.findings:
-            if each.certain:  # which names the contradiction
+            if each.certain:
                 text = each.message.replace("{", "{{").replace("}", "}}").removesuffix(".")
                 reported[Lint(ContradictedStatementWarning, f"{text} ({{line}})."), each.op.source][""] = None
     for found_in, lint in _without_own_slot(main):
@@ -96,6 +96,8 @@ def _warn(reported: _Reported) -> None:
 
 
 class Lint(NamedTuple):
+    """Kind of mistake: the category of its warnings, and their text, with fields `names` and `line`."""
+
     category: type[PopxlWarning]
     text: str
 

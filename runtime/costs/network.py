@@ -66,17 +66,17 @@ def spans_of(chip: Chip, members: Sequence[Place], chips: Sequence[Place]) -> tu
     units = [position[0] for position in members]
     link_spans = []
     for link in chip.levels:
-        above = units if link.chips is None else [position[0] // link.chips for position in members]
-        count = (
-            len({*units})
-            if link.chips is None
-            else max(len({u for u, a in zip(units, above, strict=True) if a == unit}) for unit in {*above})
-        )
+        if link.chips is None:  # it joins all units
+            above = [0] * len(members)
+        else:
+            above = [position[0] // link.chips for position in members]
+        joined = Counter(unit for unit, _ in {*zip(above, units, strict=True)})
+        count = max(joined.values(), default=0)
         if count > 1:
             link_spans.append(LinkSpan(link, count))
-        units = above
         if link.chips is None:
             break
+        units = above
     return tuple(link_spans)
 
 
@@ -206,7 +206,7 @@ class Wires:
 
     Args:
         chip: figures of each chip.
-        positions: their places, in the order of XLA's numbers.
+        places: places of the chips, in the order of XLA's numbers; the attribute `positions`.
     """
 
     def __init__(self, chip: Chip, places: Sequence[Place]) -> None:

@@ -126,6 +126,11 @@ class _Inputs:
     def for_request(cls, tracer: Tracer, request: CaptureRequest) -> _Inputs:
         """Inputs of a requested capture."""
         recorder, state = tracer.recorder, dict(_tensors_of(request.module))
+        if lazy := [key for key, t in state.items() if torch.nn.parameter.is_lazy(t)]:
+            raise createPoptorchError(
+                f"{', '.join(lazy)} have no shape yet. Run the module once in PyTorch, `module(x)`, before the first "
+                "call of its wrapper: this initializes lazy modules."
+            )
         fakes = {key: tracer.fake(_first_row(t) if key in request.grouped else t) for key, t in state.items()}
         arguments = list(map(tracer.fake_in, request.layouts))
         values = [recorder.new_input(t) for t in arguments]

@@ -37,7 +37,7 @@ def reduced(losses: popxl.Tensor, reduction: str, shares: Optional = None) -> po
     if reduction == "mean":
         return ops.mean(losses) if shares is None else ops.sum(losses) / ops.sum(shares)
     if reduction == "batchmean":
-        return ops.sum(losses) / losses.shape[0]
+        return ops.sum(losses) / (losses.shape[0] if losses.shape else 1)
     return ops.sum(losses) if reduction == "sum" else ops.identity(losses)
 
 

@@ -302,6 +302,18 @@ def test_sparse_arguments_and_buffers_are_refused(layout: torch.layout) -> None:
         poptorch.inferenceModel(model)(_input(4, 3))
 
 
+@pytest.mark.parametrize("wrap", [poptorch.inferenceModel, poptorch.trainingModel])
+def test_lazy_modules_run_once_before(wrap: Callable[..., Any]) -> None:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(2), torch.nn.LazyLinear(1))
+    wrapped = wrap(model)
+    with pytest.raises(
+        poptorch.Error, match=r"0\.weight, 0\.bias, 1\.weight, 1\.bias have no shape yet.*`module\(x\)`"
+    ):
+        wrapped(_input(4, 3))
+    expected = model(_input(4, 3)).detach()
+    torch.testing.assert_close(poptorch.inferenceModel(model)(_input(4, 3)), expected)
+
+
 def test_functions_of_functions_are_refused() -> None:
     with pytest.raises(poptorch.Error, match=r"Unsupported function cond .*torch\.where.*poptorch\.cond"):
         poptorch.inferenceModel(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))(_input(3))

@@ -102,6 +102,7 @@ ROWS = [
     # With "mean" it warns: that is not the mean that one thinks of.
     _loss("kl_div", normal(4, 3), positive(4, 3), reductions=("none", "sum", "batchmean")),
     _loss("kl_div", *_PAIR, log_target=True, reductions=("none", "sum", "batchmean")),
+    Row("kl_div of numbers", lambda x, y: F.kl_div(x, y, reduction="batchmean"), (normal(), positive())),
     Row("kl_div of zeros", lambda x: F.kl_div(x, torch.tensor([0.0, 1.0, 0.0]), reduction="sum"), (normal(4, 3),)),
     _loss("poisson_nll_loss", normal(4, 3), positive(4, 3)),
     _loss("poisson_nll_loss", positive(4, 3), whole(4, 3, high=5), log_input=False, full=True),

@@ -186,9 +186,12 @@ def _without_own_slot(main: Graph) -> Iterator[tuple[str, Lint]]:
             yield f"{', '.join(names)} (slot {entry} of {buffer!r})", _SAME_SLOT
 
 
-_OPERATOR = re.compile(r"(?:\*\*|[-*/@%&|])=(?!=)")
+_OPERATOR = re.compile(r"(\*\*|[-*/@%&|])=(?!=)")
 """Augmented assignment in a source line: `x -= y` and `x - y` record the same op, and only the line distinguishes them.
 """
+
+_KINDS = {"**": "Pow", "-": "Sub", "*": "Mul", "/": "Div", "@": "MatMul", "%": "Fmod", "&": "And", "|": "Or"}
+"""Ops that these operators record; other ops of the line compute their operands."""
 
 
 def _rebound_names(graph: Graph) -> Iterator[Op]:
@@ -198,7 +201,7 @@ def _rebound_names(graph: Graph) -> Iterator[Op]:
     read = {*graph.outputs}.union(*(op.inputs for op in graph.ops))
     for op in graph.ops:
         unread = op.outputs and op.inputs and read.isdisjoint(op.outputs)
-        if unread and not (op.modified or op.kind.effect or op.called_graphs) and _OPERATOR.search(op.source.text):
+        if unread and op.kind.name in {_KINDS[operator] for operator in _OPERATOR.findall(op.source.text)}:
             yield op
 
 

@@ -302,6 +302,17 @@ def test_sparse_arguments_and_buffers_are_refused(layout: torch.layout) -> None:
         poptorch.inferenceModel(model)(_input(4, 3))
 
 
+def test_operators_in_place_of_a_part_of_what_an_op_gives() -> None:
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        x -= x.max(1, keepdim=True).values  # nothing reads the indices
+        x /= x.min(1, keepdim=True)[0]
+        return x
+
+    x = _input(3, 4)
+    torch.testing.assert_close(poptorch.inferenceModel(scaled)(x), scaled(x))
+
+
 @pytest.mark.parametrize("wrap", [poptorch.inferenceModel, poptorch.trainingModel])
 def test_lazy_modules_run_once_before(wrap: Callable[..., Any]) -> None:
     model = torch.nn.Sequential(torch.nn.LazyLinear(2), torch.nn.LazyLinear(1))

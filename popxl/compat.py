@@ -112,15 +112,15 @@ def _create_tensor_id(graph: Graph, name: str | None = None) -> str:
 
 _ANY = TensorSpec((), float32)
 
-_DOORS: dict[type, dict[str, Any]] = {
+_PRIVATE_ATTRIBUTES: dict[type, dict[str, Any]] = {
     Ir: {"_pb_ir": property(_LowLevelIr)},
     Session: {"_pb_session": property(_LowLevelSession)},
     Graph: {"_pb_graph": property(_LowLevelGraph), "_create_tensor_id": _create_tensor_id},
 }
 
-for _of, _names in _DOORS.items():
-    for _name, _door in _names.items():
-        setattr(_of, _name, _door)
+for _class, _attributes in _PRIVATE_ATTRIBUTES.items():
+    for _name, _attribute in _attributes.items():
+        setattr(_class, _name, _attribute)
 
 # Modules of ops, by path in `popxl.ops`: with the op of the same name and its in-place form; and others.
 _NAMED_LIKE_THEIR_OP = """
@@ -159,13 +159,13 @@ _OTHERS = {
 
 def _add_modules_of_ops() -> None:
     known: dict[str, Any] = {}
-    for place in (ops.host, ops.resample, ops.slicing, ops.collectives, ops.var_updates, ops):
-        known |= vars(place)
+    for module in (ops.host, ops.resample, ops.slicing, ops.collectives, ops.var_updates, ops):
+        known |= vars(module)
     alone = {name: f"{name} {name}_" if f"{name}_" in known else name for name in _NAMED_LIKE_THEIR_OP.split()}
     for name, contents in (alone | _OTHERS).items():
         # Registered beforehand: a module found on import would replace the op in `popxl.ops`.
-        module = sys.modules.setdefault(f"popxl.ops.{name}", ModuleType(f"popxl.ops.{name}"))
-        vars(module).update({key: known[key] for key in contents.split()})
+        imported = sys.modules.setdefault(f"popxl.ops.{name}", ModuleType(f"popxl.ops.{name}"))
+        vars(imported).update({key: known[key] for key in contents.split()})
 
 
 _add_modules_of_ops()

@@ -164,7 +164,7 @@ class GraphWithNamedArgs:
         `called_graphs_transform` is that of `popxl.transforms.autodiff`.
         """
         given = merge_called_graphs(self.called_graphs_grad_info, called_graphs_grad_info)
-        self._tell_of_graphs_not_called()
+        self._warn_of_uncalled_graphs()
         infos = popxl.transforms.autodiff(
             self.graph,
             grads_provided=grads_provided,
@@ -176,7 +176,7 @@ class GraphWithNamedArgs:
         apply_patterns(info.graph for graph, info in infos.items() if graph not in given)
         return GraphWithNamedArgs.from_grad_graph(infos[self.graph])
 
-    def _tell_of_graphs_not_called(self) -> None:
+    def _warn_of_uncalled_graphs(self) -> None:
         called = reachable(self.graph)
         for graph in merge_called_graphs(self.called_graphs_grad_info):
             if graph not in called and graph.gradient_given_at is not None:

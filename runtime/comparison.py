@@ -211,7 +211,7 @@ class _Experiment:
                     compared.setdefault(name)
                     if self._first_difference(np.mean([np.asarray(each) for each in copies], 0), expected) is not None:
                         off.add(name)
-                    for copy in copies if name not in differences else ():
+                    for copy in copies:
                         if name not in differences and (index := self._first_difference(copy, expected)) is not None:
                             differences[name] = self._difference(name, step + 1, index, copy, expected)
         if off.isdisjoint(differences) and differences.keys() <= sums and steps > 1:

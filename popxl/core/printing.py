@@ -196,8 +196,8 @@ def _arguments(op: Op) -> str:
     arguments = [text if name == default_name else f"{name}={text}" for name, default_name, text in named]
     plain = {n: v for n, v in op.attributes.items() if v is not None and n not in op.kind.graphs}
     along = _along(op)
-    for name in ("stride", "group_size") if along else ():
-        del plain[name]
+    if along:
+        del plain["stride"], plain["group_size"]
     arguments += [f"{name}={_plain(value)}" for name, value in plain.items()] + along
     called = "".join(f" {graph.name}" for graph in op.called_graphs)
     return f"{called}({', '.join(arguments)})"

@@ -178,7 +178,8 @@ class _OptaxSteps:
 
         def lowering(*arrays: Array) -> tuple[Array, ...]:
             weights, old_state, gradients = arrays[:count], arrays[count:changed], arrays[changed:end]
-            value, (number, scale, *is_finite) = arrays[end : end + len(self.values)], arrays[end + len(self.values) :]
+            value, factors = arrays[end : end + len(self.values)], arrays[end + len(self.values) :]
+            number, scale, *is_finite = factors
             params = dict(zip(names, weights, strict=True))
             initial = zip(jax.tree.leaves(self._transformation.init(params)), old_state, strict=True)
             state = jax.tree.unflatten(self._tree, [_initial_leaf(number == 1, *pair) for pair in initial])

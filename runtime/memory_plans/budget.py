@@ -138,7 +138,8 @@ def plan_within(
     with reporting(log):
         search.try_everything()
         first, tried = search.everything, [search]
-        for division in _order(first, budget) if not search.is_sufficient else ():
+        divisions = [] if search.is_sufficient else _order(first, budget)
+        for division in divisions:
             search = whole
             if division != whole.division:
                 search = PlanSearch(compiled, budget, division, compilations)

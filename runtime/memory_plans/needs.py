@@ -185,10 +185,12 @@ class GraphNeeds:
         first = {path: step for path, (step, _) in self.read.items()}
         last = {path: step for path, (_, step) in self.read.items()}
         for op in reversed(self.ops):
-            when = [first[path] for path in op.results if path in first]
-            for path in op.operands if when else ():
-                first[path] = min(first.get(path, when[0]), *when)
-                last[path] = max(last.get(path, 0), *when)
+            reading_steps = [first[path] for path in op.results if path in first]
+            if not reading_steps:
+                continue
+            for path in op.operands:
+                first[path] = min(first.get(path, reading_steps[0]), *reading_steps)
+                last[path] = max(last.get(path, 0), *reading_steps)
         candidates = [
             (frozenset(path for path in first if first[path] <= step <= last[path]), own)
             for step, own in enumerate(self.steps)

@@ -39,10 +39,11 @@ def dimensions_of(ir: Ir, are_weighed: bool = False) -> tuple[Dimension, ...]:
     if places is None or len(places) < 2 or math.prod(size for _, size in places) > count:
         return (Dimension(AXIS, count),)
     weights = dict.fromkeys((stride for stride, _ in places), 0)
-    for each in communication_of(ir).collectives if are_weighed else ():
-        for stride in weights:
-            if each.stride <= stride < each.stride * each.group_size:
-                weights[stride] += each.bytes * each.turns
+    if are_weighed:
+        for each in communication_of(ir).collectives:
+            for stride in weights:
+                if each.stride <= stride < each.stride * each.group_size:
+                    weights[stride] += each.bytes * each.turns
     return tuple(
         # No axis of a user is called so: their names are words.
         Dimension(named.get((stride, size), f"{AXIS} {stride}"), size, weights[stride])

@@ -145,10 +145,11 @@ class TypeInference:
         separate = {
             i for i, types in enumerate(by_axis) if any([along.per_replica is VALUES for along in types])
         } - common
-        for op in collectives if separate and common else ():
-            axes = self.mesh.axes_of(op)
-            if len(axes) == 1 and axes[0] in separate and op.attributes.get("op") == "add" and op.inputs[0].nelms > 1:
-                feed_type[axes[0]] = SAME
+        if separate and common:
+            sums = (op for op in collectives if op.attributes.get("op") == "add" and op.inputs[0].nelms > 1)
+            for axes in map(self.mesh.axes_of, sums):
+                if len(axes) == 1 and axes[0] in separate:
+                    feed_type[axes[0]] = SAME
         for op in collectives:
             if op.kind.needs_same_feeds(op.attributes):
                 for i in self.mesh.axes_of(op):

@@ -336,7 +336,9 @@ def _same_batches(report: Report) -> Iterator[Finding]:
     """Calls of a graph with the same data on all replicas, beside calls with per-replica data."""
     for graph in report.graphs:
         sites = [site for site in graph.call_sites if is_call(site)]
-        for tensors in zip(*(site.inputs for site in sites), strict=False) if len(sites) > 1 else ():
+        if len(sites) < 2:
+            continue
+        for tensors in zip(*(site.inputs for site in sites), strict=False):
             if len({*map(report.types.get, tensors)} - {None}) < 2:
                 continue
             types = {t: report.types[t] for t in tensors if t in report.types}

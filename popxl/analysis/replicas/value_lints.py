@@ -64,8 +64,10 @@ def noise_lints(report: Report, data_axes: Set[int]) -> Iterator[Finding]:
     Args:
         data_axes: positions of the axes along which gradients are reduced.
     """
+    if not data_axes:
+        return
     masks = [op for op in report.index.dropouts if isinstance(op.inputs[0], Constant)]
-    for graph, draws in group_by([*report.index.draws, *masks], attrgetter("graph")).items() if data_axes else ():
+    for graph, draws in group_by([*report.index.draws, *masks], attrgetter("graph")).items():
         if graph.gradient_of is None:
             seed_of = {t: op.inputs[_seed_position(op)] for op in draws for t in op.outputs}
             yield from _shared_noise(report, graph, seed_of, data_axes, set(), set())
@@ -91,7 +93,7 @@ def _shared_noise(
         visited: called graphs, with their noise inputs.
     """
     for op in graph.ops:
-        for run in op.runs if op.kind.graphs else ():
+        for run in op.runs:
             inner = {t: seed_of[outer] for t, outer in zip(run.inputs, run.operands, strict=False) if outer in seed_of}
             call = run.graph, frozenset(inner.items())
             if inner and run.graph.gradient_of is None and call not in visited:

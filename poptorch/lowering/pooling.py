@@ -226,7 +226,18 @@ def _max_pools(axes: int) -> None:
     lowers(f"aten.max_unpool{axes}d")(unpool)
 
 
-@jax_op(title="MaxUnpool")
+@jax_op(title="MaxUnpoolGrad")
+def _unpool_grad(g: Any, indices: Any, *, output_size: tuple[int, ...]) -> Any:
+    """Gradient at the position of each number. Where windows overlap, several have one position: as in PyTorch, each of
+    them has its gradient, not only the one that was written last."""
+    rows = math.prod(g.shape[: g.ndim - len(output_size)])
+    return jnp.take_along_axis(g.reshape(rows, -1), indices.reshape(rows, -1), 1).reshape(indices.shape)
+
+
+@jax_op(
+    title="MaxUnpool",
+    gradient={"input": lambda g, indices, attributes: _unpool_grad(g, indices, **attributes)},
+)
 def _unpool(input: Any, indices: Any, *, output_size: tuple[int, ...]) -> Any:
     """Place numbers at row-major indices of the last axes; zeros elsewhere."""
     outer = input.shape[: input.ndim - len(output_size)]

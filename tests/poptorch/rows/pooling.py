@@ -70,6 +70,11 @@ ROWS = [
         (normal(9, 2, 7, 6),),
     ),
     Row("max_unpool2d", _unpooled, (normal(2, 3, 7, 6),)),
+    Row(  # windows that overlap
+        "max_unpool2d of equal positions",
+        lambda x: F.max_unpool2d(*F.max_pool2d(x, 3, 1, return_indices=True), 3, 1),
+        (normal(2, 3, 7, 6),),
+    ),
     Row("max_unpool1d", lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), (normal(2, 3, 6),)),
     Row(
         "max_unpool3d", lambda x: F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2), (normal(1, 2, 4, 2, 6),)

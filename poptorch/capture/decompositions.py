@@ -173,11 +173,22 @@ def _histc(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return counts.to(input.dtype)
 
 
+def _tensor_split(input: torch.Tensor, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    """`torch.tensor_split`, whose sections or indices may be a tensor: its numbers are read."""
+    args = tuple(each.tolist() if isinstance(each, torch.Tensor) else each for each in args)
+    if (read := kwargs.pop("tensor_indices_or_sections", None)) is not None:
+        args = (read.tolist(), *args)
+    split: list[torch.Tensor] = torch.ops.aten.tensor_split(input, *args, **kwargs)
+    return split
+
+
 COMPOSED: Mapping[Any, Callable[..., Any]] = {
     flex_attention: _flex_attention,
     torch._VF._pack_padded_sequence: _pack_padded_sequence,
     torch._VF._pad_packed_sequence: _pad_packed_sequence,
     torch.histc: _histc,
     torch.Tensor.histc: _histc,
+    torch.tensor_split: _tensor_split,
+    torch.Tensor.tensor_split: _tensor_split,
 }
 """Replacements of functions, called with the same arguments."""

@@ -182,7 +182,14 @@ ROWS = [
     Row("select, slice", lambda x: (x[:, -1], x[1:, ::2], x.narrow(1, 1, 2), x[..., 1:2, 1], x[:, :0]), (_cube,)),
     Row(
         "split",
-        lambda x: (x.split(2, 1), x.split([1, 3], 1), x.chunk(3, -1), x.unbind(1), x.tensor_split(3, 2)),
+        lambda x: (
+            x.split(2, 1),
+            x.split([1, 3], 1),
+            x.chunk(3, -1),
+            x.unbind(1),
+            x.tensor_split(3, 2),
+            x.tensor_split(torch.tensor([1]), 1),
+        ),
         (_cube,),
     ),
     Row(

@@ -848,3 +848,24 @@ def test_a_loop_of_no_turns_leaves_its_body_alone(ir):
     body = graph_of(ir, lambda x: ops.sin(x))
     infos = autodiff(graph_of(ir, lambda x: ops.repeat(body, 0, x)[0] * 2), return_all_grad_graphs=True)
     assert len(infos) == 1 and len(body.outputs) == 1
+
+
+def test_a_tensor_that_ops_on_two_ipus_read(ir: popxl.Ir) -> None:
+    """Its gradient is a sum, with the terms of other IPUs copied to the first one."""
+    with ir.main_graph:
+        x, w = popxl.variable(np.float32([[1, 2], [3, 4]]), name="x"), popxl.variable(np.float32([[1], [2]]), name="w")
+
+        def model(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
+            h = (x @ w).copy_to_ipu(1)
+            with popxl.ipu(1):
+                return ops.sum(h @ w.T)
+
+        graph = ir.create_graph(model, x, w)
+        grad = autodiff(graph, grads_required=graph.inputs[1:])
+        site = ops.call_with_info(graph, x, w)
+        (dw,) = ops.call(grad.graph, popxl.constant(1.0), inputs_dict=grad.inputs_dict(site))
+        out = popxl.d2h_stream(dw.shape, dw.dtype)
+        ops.host_store(out, dw)
+    assert grad.graph.outputs[0].ipu == 0
+    with popxl.Session(ir, "ipu_model") as session:
+        np.testing.assert_array_equal(session.run()[out], [[28.0], [34.0]])

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 import popxl
+from popxl.context import get_current_context
+from popxl.extend.graphs import reading_ipus
 from popxl.extend.ops import cast_if_needed
 from popxl_addons.named_tensors import NamedTensors
 
@@ -102,9 +104,13 @@ class MixedPrecision:
         given = variables.to_dict()
         if missing := [name for name in args.keys_flat() if name not in given]:
             raise KeyError(f"MixedPrecision.cast: there are no `variables` for {missing}.")
-        return NamedTensors.from_dict(
-            {name: cast_if_needed(given[name].on_replica, t.dtype) for name, t in args.to_dict().items()}
-        )
+        ipus = reading_ipus(args.tensors[0].graph) if args.tensors else {}
+
+        def cast(name: str, t: popxl.Tensor) -> popxl.Tensor:
+            with get_current_context().on_ipu(next(iter(ipus.get(t, ())), None)):
+                return cast_if_needed(given[name].on_replica, t.dtype)
+
+        return NamedTensors.from_dict({name: cast(name, t) for name, t in args.to_dict().items()})
 
     def narrowed(self, t: popxl.Tensor) -> popxl.Tensor:
         """Cast float tensors to `dtype`; others unchanged."""

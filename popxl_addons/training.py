@@ -25,6 +25,7 @@ from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops import host_store
 from popxl_addons.optimizers.loss_scaling import DynamicLossScaling, LossScale
 from popxl_addons.optimizers.state_location import check_on_host, state_on
+from popxl_addons.optimizers.steps import Placement
 from popxl_addons.precision import MixedPrecision
 from popxl_addons.rts import gather_replica_sharded_tensor
 from popxl_addons.transforms.autodiff import autodiff, autodiff_with_accumulation
@@ -161,7 +162,7 @@ def train_step(
         forward = gather_where_read(forward, variables)
         weights = variables if precision is None else precision.cast(variables, forward.args)
         planned = _planned_gradients(forward, memory, count, location)
-        bound = _bound(forward.args, weights, variables)
+        bound = _bound(forward, weights, variables)
         mean, unreduced = _gradients(forward, bound, batches, accumulate * count, scale, planned)
         mean, gradients = _means_over_replicas(mean, unreduced, forward.args, variables)
         trained = NamedTensors.from_dict({name: variables[name] for name in gradients})
@@ -368,19 +369,24 @@ def _gradients(
         (batch,) = batches
         site = bound.call_with_info(*batch(None))
         results = backward.call(start, args=backward.grad_graph_info.inputs_dict(site))
-        return _upcast(site.outputs[0]), NamedTensors.pack(names, map(_upcast, results))
+        placement = Placement()
+        mean, *gradients = (_upcast(t, placement) for t in (site.outputs[0], *results))
+        return mean, NamedTensors.pack(names, gradients)
     means, backward = autodiff_with_accumulation(forward, trained, [loss], dtype=popxl.float32, memory=memory)
     accumulators = means.init("gradients")
     ops.var_updates.accumulator_zero_(accumulators.mean_accum_counter)
     total: popxl.Tensor = popxl.constant(0.0, popxl.float32)
+    here = get_current_context().ipu_id
+    first = [accumulators.accum[name] for name, t in backward.args.accum.to_dict().items() if t.location[0] == here]
     for batch in batches:
         # A micro-batch begins when the gradients of those before are accumulated. Otherwise XLA postpones updates, or
         # computes several micro-batches together, and holds what they need meanwhile.
-        for t in accumulators.accum.tensors:
+        for t in first:
             total = ops.available_after(total, t)
         site = bound.call_with_info(*batch(total))
         backward.bind(accumulators).call(start, args=backward.grad_graph_info.inputs_dict(site))
-        total = total + _upcast(site.outputs[0])
+        placement = Placement()
+        total = total + placement.copy_to(_upcast(site.outputs[0], placement), here)
     return total / count, accumulators.accum
 
 
@@ -388,8 +394,9 @@ def _means_over_replicas(
     loss: popxl.Tensor, gradients: NamedTensors, args: NamedTensors, variables: NamedTensors
 ) -> tuple[popxl.Tensor, dict[str, popxl.Tensor]]:
     """Loss and gradients of all replicas, as means. Those of weights that layers gather are reduced there."""
+    placement = Placement()
     means = {
-        name: g if args[name].meta_shape else _mean_gradient(g, variables[name])
+        name: g if args[name].meta_shape else _mean_gradient(g, variables[name], placement)
         for name, g in gradients.to_dict().items()
     }
     if popxl.gir().replication_factor > 1:
@@ -403,17 +410,20 @@ def _loaded(source: popxl.Tensor | popxl.HostToDeviceStream, precision: MixedPre
     return t if precision is None else precision.narrowed(t)
 
 
-def _upcast(t: popxl.Tensor) -> popxl.Tensor:
-    return cast_if_needed(t, popxl.float32) if t.dtype.is_half else t
+def _upcast(t: popxl.Tensor, placement: Placement) -> popxl.Tensor:
+    with placement.beside(t):
+        return cast_if_needed(t, popxl.float32) if t.dtype.is_half else t
 
 
-def _bound(args: NamedTensors, weights: NamedTensors, variables: NamedTensors) -> NamedTensors:
+def _bound(forward: GraphWithNamedArgs, weights: NamedTensors, variables: NamedTensors) -> NamedTensors:
     """Graph arguments: shards, where the graph takes these, and else full weights, gathered of sharded variables."""
+    args, placement = forward.args, Placement(forward.graph)
 
     def bound(name: str, t: popxl.Tensor) -> popxl.Tensor:
-        if not args[name].meta_shape:
-            return gather_replica_sharded_tensor(t, False, _group(variables[name]))
-        return cast_if_needed(t.on_replica, args[name].dtype)
+        with placement.beside(args[name]):
+            if not args[name].meta_shape:
+                return gather_replica_sharded_tensor(t, False, _group(variables[name]))
+            return cast_if_needed(t.on_replica, args[name].dtype)
 
     return NamedTensors.from_dict({name: bound(name, t) for name, t in weights.to_dict().items()})
 
@@ -423,16 +433,17 @@ def _group(variable: popxl.Tensor) -> popxl.ReplicaGrouping:
     return variable.replica_grouping if isinstance(variable, Variable) else popxl.gir().replica_grouping()
 
 
-def _mean_gradient(gradient: popxl.Tensor, variable: popxl.Tensor) -> popxl.Tensor:
-    """Mean gradient over replicas sharing a variable; own shard for sharded ones."""
+def _mean_gradient(gradient: popxl.Tensor, variable: popxl.Tensor, placement: Placement) -> popxl.Tensor:
+    """Mean gradient over replicas sharing a variable, on the IPU of the gradient; own shard for sharded ones."""
     group, shard = _group(variable), variable.piece if isinstance(variable, Variable) else None
     if group.group_size == 1:
         return gradient
-    if shard is None:
-        return ops.collectives.replicated_all_reduce(gradient, "mean", group)
-    count = shard_count(gradient.nelms, shard.nelms, group.const_rg.group_size)
-    if count == group.group_size:
-        return ops.collectives.replicated_reduce_scatter(gradient, "mean", group, True)
-    mean = ops.collectives.replicated_all_reduce(gradient, "mean", group)
-    holders = popxl.gir().replica_grouping(group.const_rg.stride, count)
-    return ops.collectives.replica_sharded_slice(mean, holders)
+    with placement.beside(gradient):
+        if shard is None:
+            return ops.collectives.replicated_all_reduce(gradient, "mean", group)
+        count = shard_count(gradient.nelms, shard.nelms, group.const_rg.group_size)
+        if count == group.group_size:
+            return ops.collectives.replicated_reduce_scatter(gradient, "mean", group, True)
+        mean = ops.collectives.replicated_all_reduce(gradient, "mean", group)
+        holders = popxl.gir().replica_grouping(group.const_rg.stride, count)
+        return ops.collectives.replica_sharded_slice(mean, holders)

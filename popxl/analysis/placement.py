@@ -25,13 +25,14 @@ def ipus_by_graph(main: Graph) -> dict[Graph, set[int | None]]:
 def reading_ipus(main: Graph) -> Readers:
     """Map each tensor of a graph to the IPUs of its readers, in reader order.
 
-    A called graph on several IPUs reads its inputs where its ops do; one on a single IPU runs where it is called. Ops
-    that overwrite a tensor do not count.
+    A called graph on several IPUs reads its inputs where its ops do, or where these overwrite them if none reads them;
+    one on a single IPU runs where it is called. Ops of `main` that overwrite a tensor do not count.
     """
     ipus = ipus_by_graph(main)
     readers: dict[Graph, dict[Tensor, dict[int | None, None]]] = {}
     for graph in callees_first(main):
         found: dict[Tensor, dict[int | None, None]] = defaultdict(dict)
+        overwritten: dict[Tensor, dict[int | None, None]] = defaultdict(dict)
         for op in graph.ops:
             spread = [run for run in op.runs if len(ipus[run.graph]) > 1]
             passed = {t for run in spread for t in run.operands}
@@ -41,7 +42,9 @@ def reading_ipus(main: Graph) -> Readers:
             for i, t in enumerate(op.inputs):
                 if t not in passed and (op.runs or i not in op.modified):
                     found[t][op.ipu] = None
-        readers[graph] = {t: found[t] for t in found if found[t]}
+                elif t not in passed and graph is not main:
+                    overwritten[t][op.ipu] = None
+        readers[graph] = overwritten | {t: found[t] for t in found if found[t]}
     return readers[main]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from typing import Any
@@ -326,18 +327,26 @@ def update_all(
 
 
 class Placement:
-    """IPU placement of main-graph tensors, with copies on demand: each part of a step runs on the IPU of its variable,
-    so that its state is there too."""
+    """IPU placement of the tensors of a graph, with copies on demand: each part of a step runs on the IPU of its
+    variable, so that its state is there too.
 
-    def __init__(self) -> None:
+    Args:
+        graph: by default the main graph.
+    """
+
+    def __init__(self, graph: popxl.Graph | None = None) -> None:
         self._copies: dict[tuple[popxl.Tensor, int], popxl.Tensor] = {}
         self._current = get_current_context().ipu_id
-        self._reading_ipus = reading_ipus(popxl.gmg())
+        self._reading_ipus = reading_ipus(graph or popxl.gmg())
 
     def ipu_of(self, t: popxl.Tensor) -> int | None:
         """IPU of the producing op; for variables, of the first reader; by default the current IPU."""
         ipu = next(iter(self._reading_ipus.get(t, ())), None) if t.origin.producer is None else final_ipu(t)
         return self._current if ipu is None else ipu
+
+    def beside(self, t: popxl.Tensor) -> AbstractContextManager[None]:
+        """Context in which ops are on the IPU of a tensor."""
+        return get_current_context().set(ipu_id=self.ipu_of(t))
 
     def copy_to(self, t: popxl.Tensor, ipu: int | None) -> popxl.Tensor:
         """`t` on an IPU: itself if already there or unused, otherwise a copy."""

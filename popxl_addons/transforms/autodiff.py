@@ -10,7 +10,9 @@ from functools import partial
 
 import popxl
 from popxl import initial, ops
+from popxl.context import get_current_context
 from popxl.extend.arguments import check_type
+from popxl.extend.graphs import final_ipu
 from popxl.extend.memory import current_request
 from popxl.replica_grouping import Groups
 from popxl.transforms.autodiff import make_grad_graph_info
@@ -152,12 +154,19 @@ def autodiff_with_accumulation(
     named = NamedReplicaGrouping() if replica_groupings is None else replica_groupings
     check_type(named, NamedReplicaGrouping, "autodiff_with_accumulation: `replica_groupings`", "a NamedReplicaGrouping")
     groups = named.to_dict()
-    with grad.graph, popxl.in_sequence():
+    ipus = {gradient: final_ipu(gradient) for gradient in gradients}
+    home = next((ipu for ipu in ipus.values() if ipu is not None), get_current_context().ipu_id)
+    with grad.graph, popxl.in_sequence(), get_current_context().set(ipu_id=home):
         counter = state("mean_accum_counter", (), popxl.float32, None)
+        counters = {home: counter}  # by IPU
         for (name, t), gradient in zip(accumulated.to_dict().items(), gradients, strict=True):
             group = groups.get(name) if not t.meta_shape else grad.graph.ir.replica_grouping(group_size=1)
             mean = state(f"accum.{name}", t.shape, t.dtype if dtype is None else dtype, group)
-            ops.var_updates.accumulate_mean_(mean, gradient, counter)
+            ipu = home if ipus[gradient] is None else ipus[gradient]
+            if ipu is not None and ipu not in counters:
+                counters[ipu] = ops.ipu_copy(counter, ipu, home)
+            with get_current_context().set(ipu_id=ipu):
+                ops.var_updates.accumulate_mean_(mean, gradient, counters[ipu])
         ops.var_updates.accumulate_(counter, popxl.constant(1, popxl.float32))
     return factories, grad
 

@@ -4,10 +4,13 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import popxl
+import popxl_addons as addons
 from popxl import ops
 from popxl.errors import CrossingUpdateWarning
 from popxl_addons import optimizers
@@ -96,3 +99,54 @@ def test_an_update_on_another_ipu_is_told(update_on: int, placement: Literal["se
     with session:
         session.run()
     np.testing.assert_array_equal(session.get_tensor_data(w), np.full((2, 3), 3.0))
+
+
+class OnTwo(addons.Module):
+    """Two layers on IPUs 0 and 1. The first weight is also that of the last product, as embeddings often are."""
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        w0 = self.add_variable_input("w0", lambda: np.arange(40).reshape(2, 20) / 40, x.dtype)
+        w1 = self.add_variable_input("w1", lambda: np.ones((20, 20)) / 3, x.dtype)
+        h = ops.tanh(x @ w0).copy_to_ipu(1)
+        with popxl.ipu(1):
+            y = ops.tanh(h @ w1) @ w0.T
+            return ops.mean(y * y)
+
+
+def squares(x: Any, w0: Any, w1: Any) -> Any:
+    """The same in JAX."""
+    return jnp.mean((jnp.tanh(jnp.tanh(x @ w0) @ w1) @ w0.T) ** 2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 3}, {"micro_batches": 2}], ids=str)
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_a_training_step_on_two_ipus(settings: dict[str, Any], sharded: bool) -> None:
+    """Gradients are accumulated, and reduced over replicas, on the IPU of their layer: only activations go across, and
+    the weight that both read."""
+    if len(jax.devices("cpu")) < 4:
+        pytest.skip("JAX was started with fewer devices")
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        x = popxl.h2d_stream((4, 2), popxl.float32, "x")
+        optimizer = partial(optimizers.sgd, lr=0.1, momentum=0.9, clip_norm=0.01)
+        training = addons.train_step(OnTwo(), x, optimizer=optimizer, sharded=sharded, **settings)
+        loss = addons.host_store(training.loss)
+    ir.options.placement = "several"
+    feeds = np.random.default_rng(0).normal(size=(2, settings.get("accumulate", 1), 2, 4, 2)).astype(np.float32)
+    weights = {name: v.data.copy() for name, v in training.variables.to_dict().items()}
+    velocity = dict.fromkeys(weights, 0.0)
+    with popxl.Session(ir, "ipu_model") as session:
+        for each in feeds:
+            expected, gradients = jax.value_and_grad(lambda w: squares(each.reshape(-1, 2), **w))(weights)  # noqa: B023
+            stored = np.array(session.run({x: each.squeeze(0) if len(each) == 1 else each})[loss])
+            np.testing.assert_allclose(stored, np.full_like(stored, expected), rtol=1e-5)
+            norm = np.sqrt(sum(np.sum(g**2) for g in gradients.values()))
+            for name, g in gradients.items():
+                velocity[name] = 0.9 * velocity[name] + np.array(g) * min(1, 0.01 / norm)
+                weights[name] = weights[name] - 0.1 * velocity[name]
+        for name, v in training.variables.to_dict().items():
+            np.testing.assert_allclose(session.get_tensor_data(v), weights[name], rtol=1e-5, atol=1e-6)
+        batches = settings.get("accumulate", 1) * settings.get("micro_batches", 1)
+        copied = session.communication().copied
+        of_w0, activations = 40 * 4, 4 * 20 * 4 // settings.get("micro_batches", 1)
+        assert copied is not None and copied.compiled_bytes <= batches * 2 * (of_w0 + activations) + 100

@@ -153,18 +153,19 @@ def arrays_in(directory: Path) -> dict[str, LazyArray]:
     if (directory / TENSORS).exists():
         return dict(_in_safetensors(directory / TENSORS))
     has_digests = (directory / CHECKSUMS).exists()
-    return {
-        path.stem: (has_digests and _in_npz(path, path.stem)) or InMemory(_read_npz(path, path.stem))
-        for path in files_in(directory)
-    }
+    arrays: dict[str, LazyArray] = {}
+    for path in files_in(directory):
+        in_file = _in_npz(path, path.stem) if has_digests else None
+        arrays[path.stem] = InMemory(_read_npz(path, path.stem)) if in_file is None else in_file
+    return arrays
 
 
-# NumPy's format has no name for bfloat16, and would store plain bytes: its name is stored separately.
 _BFLOAT16 = np.dtype([("bfloat16", "u2")])
+"""Stored dtype of bfloat16, with its name as that of a field: NumPy's format has none, and would store plain bytes."""
 
 
-# By hand: `np.savez` takes a name such as `file` for its own parameter, and `np.load` leaves a damaged file open.
 def _write_npz(path: Path, name: str, array: np.ndarray) -> None:
+    """Write an archive with one array. `np.savez` would take a name such as `file` for its own parameter."""
     with zipfile.ZipFile(path, "w") as archive, archive.open(f"{name}.npy", "w", force_zip64=True) as file:
         array = np.asarray(array)
         stored = array.view(_BFLOAT16) if array.dtype == popxl.bfloat16.as_numpy() else array
@@ -176,6 +177,8 @@ def _as_ours(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _read_npz(path: Path, name: str) -> np.ndarray:
+    """Read the array of an archive. `np.load` would leave a damaged file open."""
+
     def read_entry(file: IO[bytes], about: zipfile.ZipInfo) -> np.ndarray:
         _read_header(file, about.file_size)
         file.seek(0)
@@ -274,8 +277,8 @@ def safetensors_in(path: Path) -> tuple[dict[str, InSafetensors], dict[str, str]
     }, metadata
 
 
-# A float8 is one byte with a name, which safetensors does not know: the byte is stored, and the name beside it.
 def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a safetensors file. The format has no float8: their bytes are stored, and their dtypes as metadata."""
     float8 = {name: popxl.dtype.as_dtype(array.dtype).name for name, array in arrays.items() if array.dtype.names}
     plain = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     from safetensors.numpy import save_file  # the library is needed for this format only

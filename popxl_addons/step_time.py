@@ -170,14 +170,14 @@ def gpt_step_time(
     layer, _, head = model_parts
     stage_layers = layers // pipeline
     stages = [_stage(stage, pipeline, stage_layers, model_parts, recomputes) for stage in range(pipeline)]
-    transfer = network.handed(2 * micro_batch * sequence * hidden) if pipeline > 1 else 0.0
+    transfer = network.stage_transfer(2 * micro_batch * sequence * hidden) if pipeline > 1 else 0.0
     times = [forward for forward, _ in stages] + [backward for _, backward in reversed(stages)]
     timeline = _schedule(pipeline, layout.steps).simulate([_stage_seconds(time, figures) + transfer for time in times])
     parameters = stage_layers * sizes.layer_parameters / tensor
     embedded = (vocabulary / tensor + sequence) * hidden
-    reduction = network.summed(2 * (parameters + embedded), "data")
+    reduction = network.all_reduce(2 * (parameters + embedded), "data")
     if pipeline > 1:  # the embedding and the head are one table, on two stages
-        reduction += network.summed(2 * vocabulary // tensor * hidden, "ends")
+        reduction += network.all_reduce(2 * vocabulary // tensor * hidden, "ends")
     adam = graph_time(_adam(), figures, lambda *_: 0.0).device  # for the numbers of one kernel
     update = adam * round(parameters + embedded) / _ADAM
     seconds = timeline.seconds + reduction + update
@@ -326,7 +326,9 @@ class _EmbeddingSum(Module):
 def _part(kind: str, sizes: GPTSizes, tensor: int, micro_batch: int, network: _Network) -> tuple[GraphTime, GraphTime]:
     """Times of a part's forward and gradient graphs for one micro-batch."""
     shape = sizes.hidden, sizes.heads, sizes.sequence, sizes.vocabulary, tensor, micro_batch
-    forward, backward = (graph_time(kernels, network.figures, network.exchanged) for kernels in _kernels(kind, *shape))
+    forward, backward = (
+        graph_time(kernels, network.figures, network.tensor_collective) for kernels in _kernels(kind, *shape)
+    )
     return forward, backward
 
 
@@ -390,17 +392,17 @@ class _Network:
         spans = spans_of(self.figures, [(i,) for i in members], all_chips)
         return collective_time(self.figures, kind, nbytes, spans).seconds
 
-    def exchanged(self, kind: str, nbytes: int, stride: int, size: int) -> float:
+    def tensor_collective(self, kind: str, nbytes: int, stride: int, size: int) -> float:
         """Time of a collective along the tensor axis."""
         return self._time(kind, nbytes, range(0, stride * size, stride))
 
-    def summed(self, nbytes: float, axis: str) -> float:
+    def all_reduce(self, nbytes: float, axis: str) -> float:
         """Time of an all-reduce along the data axis, or between the first stage and the last."""
         t, d, p, *_ = self.layout
         members = range(0, t * d, t) if axis == "data" else range(0, t * d * p, max(1, t * d * (p - 1)))
         return self._time("all-reduce", nbytes, members)
 
-    def handed(self, nbytes: int) -> float:
+    def stage_transfer(self, nbytes: int) -> float:
         """Transfer time from a stage to its successor."""
         distance = self.layout.tensor * self.layout.data
         return self._time("collective-permute", nbytes, range(0, 2 * distance, distance))

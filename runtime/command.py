@@ -105,7 +105,7 @@ def _run(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in _REMOVED:
         return fail(f"`{arguments[0]}` was removed: {_REMOVED[arguments[0]]}.", 2)
     arguments = [*(_RENAMED.get(each, each) for each in arguments[:1]), *arguments[1:]]
-    arguments, of_check = _options_of_check(_options_of_plan(arguments))
+    arguments, check_fields = _options_of_check(_options_of_plan(arguments))
     options = _parser().parse_args(arguments)
     saved: Path | None = getattr(options, "save", None)
     if saved is not None and (saved.is_dir() or not os.access(saved.parent, os.W_OK)):
@@ -149,7 +149,7 @@ def _run(arguments: Sequence[str]) -> int:
         return plan(asked, budget, saved, options.compilations)
     run = {"show": show, "check": check_program, "report": report, "tune": tune}[options.command]
     folders = (options.pictures, options.pages, options.costs)
-    return run(CommandArgs(file, options.args, *folders, target, function, **of_check))
+    return run(CommandArgs(file, options.args, *folders, target, function, **check_fields))
 
 
 def _options_of_plan(arguments: Sequence[str]) -> Sequence[str]:
@@ -194,30 +194,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=ShowVersions)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("show", _SHOW), ("check", _CHECK), ("report", _REPORT), ("tune", _TUNE), ("plan", _PLAN)):
-        runs = name not in ("tune", "plan")  # which runs nothing in any case, and has no schedule to draw
         # Without abbreviations: one that fits several of these options may be an option of the program.
         command = commands.add_parser(name, help=_summary(text), description=text, allow_abbrev=False)
-        command.set_defaults(pictures=None, costs=None)
-        if name == "check":  # which compiles nothing, and draws nothing
-            command.set_defaults(target=None, pages=None)
-            _takes_program(command)
-            continue
-        if runs:
-            command.add_argument(
-                "--pictures", type=Path, metavar="FOLDER", help="folder for pictures of the memory, as SVG"
-            )
-        command.add_argument("--pages", type=Path, metavar="FOLDER", help="folder for the reports, as HTML pages")
-        if name == "report":
-            command.add_argument("--costs", type=Path, metavar="FOLDER", help="folder for the costs, as JSON")
-        target = "compile for a machine elsewhere, and run nothing"
-        if not runs:
-            target = "the machine, which can be elsewhere; by default the device that the program names"
-        command.add_argument("--target", metavar="MACHINE", help=f"{target}: {FORMS}")
-        if name == "plan":
-            command.add_argument("--budget", required=True, help="memory of a device, such as 40GB")
-            command.add_argument("--save", type=Path, metavar="PLAN.json", help="file for the plan, as JSON")
-            most = f"most compilations, {COMPILATIONS} by default: with more, the plan uses more of the budget"
-            command.add_argument("--compilations", type=int, default=COMPILATIONS, metavar="COUNT", help=most)
+        command.set_defaults(pictures=None, pages=None, costs=None, target=None)
+        _add_options(command, name)
         _takes_program(command)
     command = commands.add_parser("diff", help=_summary(_DIFF), description=_DIFF, allow_abbrev=False)
     command.add_argument("--target", metavar="MACHINE", help=f"compile programs for this machine: {FORMS}")
@@ -235,6 +215,28 @@ def _parser() -> argparse.ArgumentParser:
         help="file for the figures, by default chip.json",
     )
     return parser
+
+
+def _add_options(command: argparse.ArgumentParser, name: str) -> None:
+    """Add the options of a command that takes a program."""
+    if name == "check":  # it compiles nothing, and draws nothing; its options are found before parsing
+        return
+    if name in ("show", "report"):
+        command.add_argument(
+            "--pictures", type=Path, metavar="FOLDER", help="folder for pictures of the memory, as SVG"
+        )
+    command.add_argument("--pages", type=Path, metavar="FOLDER", help="folder for the reports, as HTML pages")
+    if name == "report":
+        command.add_argument("--costs", type=Path, metavar="FOLDER", help="folder for the costs, as JSON")
+    target = "compile for a machine elsewhere, and run nothing"
+    if name in ("tune", "plan"):
+        target = "the machine, which can be elsewhere; by default the device that the program names"
+    command.add_argument("--target", metavar="MACHINE", help=f"{target}: {FORMS}")
+    if name == "plan":
+        command.add_argument("--budget", required=True, help="memory of a device, such as 40GB")
+        command.add_argument("--save", type=Path, metavar="PLAN.json", help="file for the plan, as JSON")
+        most = f"most compilations, {COMPILATIONS} by default: with more, the plan uses more of the budget"
+        command.add_argument("--compilations", type=int, default=COMPILATIONS, metavar="COUNT", help=most)
 
 
 def _summary(text: str) -> str:

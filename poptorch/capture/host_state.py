@@ -8,6 +8,7 @@ those of later calls with the time of the capture are `poptorch.run.host_changes
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,8 @@ _NOT_THE_USERS = {"torch", "poptorch", "popxl", "runtime", "jax", "jaxlib", "num
 _NOT_THE_USERS |= set(sys.stdlib_module_names) - {"__main__"}
 NUMBERS = (bool, int, float, complex, np.generic)
 _PLAIN = (*NUMBERS, str)
-_CLOSED = (*_PLAIN, bytes, type(None), torch.Tensor, ModuleType)
+_CLOSED = (*_PLAIN, bytes, type(None), torch.Tensor, ModuleType, threading.Thread)
+"""What is not looked into; a thread of the user, such as the monitor of `tqdm`, changes itself meanwhile."""
 _HOLDING = {"argparse", "collections", "queue", "types", "weakref"}
 """Modules of Python whose objects hold those of users."""
 

@@ -10,6 +10,8 @@ import itertools
 import linecache
 import pickle
 import re
+import threading
+import time
 from collections import Counter, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -497,3 +499,36 @@ def test_lists_that_hooks_append_to_are_not_told_of(caplog: pytest.LogCaptureFix
     model.layers.append(torch.nn.Tanh())
     wrapped(torch.ones(2))
     assert "has been changed since it was compiled: model.layers. " in caplog.text
+
+
+class Monitor(threading.Thread):
+    """A thread that counts what it does, as that of a progress bar."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.woken, self.stops = 0, False
+
+    def run(self) -> None:
+        while not self.stops:
+            self.woken += 1
+            time.sleep(1e-3)
+
+
+monitor = Monitor()
+
+
+class Monitored(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert monitor.is_alive()
+        time.sleep(0.05)
+        return x * 2
+
+
+def test_changes_by_other_threads_are_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    monitor.start()
+    try:
+        poptorch.inferenceModel(Monitored())(torch.ones(2))
+    finally:
+        monitor.stops = True
+        monitor.join()
+    assert "changes monitor" not in caplog.text

@@ -346,7 +346,7 @@ class Placement:
 
     def beside(self, t: popxl.Tensor) -> AbstractContextManager[None]:
         """Context in which ops are on the IPU of a tensor."""
-        return get_current_context().set(ipu_id=self.ipu_of(t))
+        return get_current_context().on_ipu(self.ipu_of(t))
 
     def copy_to(self, t: popxl.Tensor, ipu: int | None) -> popxl.Tensor:
         """`t` on an IPU: itself if already there or unused, otherwise a copy."""

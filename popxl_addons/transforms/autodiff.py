@@ -156,7 +156,7 @@ def autodiff_with_accumulation(
     groups = named.to_dict()
     ipus = {gradient: final_ipu(gradient) for gradient in gradients}
     home = next((ipu for ipu in ipus.values() if ipu is not None), get_current_context().ipu_id)
-    with grad.graph, popxl.in_sequence(), get_current_context().set(ipu_id=home):
+    with grad.graph, popxl.in_sequence(), get_current_context().on_ipu(home):
         counter = state("mean_accum_counter", (), popxl.float32, None)
         counters = {home: counter}  # by IPU
         for (name, t), gradient in zip(accumulated.to_dict().items(), gradients, strict=True):
@@ -165,7 +165,7 @@ def autodiff_with_accumulation(
             ipu = home if ipus[gradient] is None else ipus[gradient]
             if ipu is not None and ipu not in counters:
                 counters[ipu] = ops.ipu_copy(counter, ipu, home)
-            with get_current_context().set(ipu_id=ipu):
+            with get_current_context().on_ipu(ipu):
                 ops.var_updates.accumulate_mean_(mean, gradient, counters[ipu])
         ops.var_updates.accumulate_(counter, popxl.constant(1, popxl.float32))
     return factories, grad

@@ -272,11 +272,12 @@ class _Body:
         self.uses.append(replace(use, reads=[*use.reads, (frame, ())]) if frame else use)
 
     def _sources(self, place: Place) -> list[Place]:
-        """Values that are read for a value: itself, and those of callers that it may be."""
+        """Values that are read for a value: itself, and those of callers that it may be or has been returned to."""
         sources = [place]
         while sources[-1] in self._bound:
             sources.append(self._bound[sources[-1]])
-        return sources
+        returned = [result for each in sources if each in self._written for result in self._returned(each)]
+        return [*dict.fromkeys((*sources, *returned))]
 
     def _overwritten(self, step: Segment | HostControlFlow, frame: int) -> list[Place]:
         """Values whose memory a step may take for results: those of callers are gone, too."""

@@ -234,11 +234,41 @@ def a_conditional_in_a_call(x: popxl.Tensor, total: popxl.Tensor) -> popxl.Tenso
     return following
 
 
-@pytest.mark.parametrize("body_of", [an_input_that_is_returned_and_overwritten, a_conditional_in_a_call])
+def an_input_that_is_returned_and_read_late(x: popxl.Tensor, total: popxl.Tensor) -> popxl.Tensor:
+    """The caller overwrites what a call has changed on another IPU before the call has read it, with a lag."""
+    inner = popxl.gir().create_empty_graph("inner")
+    with inner, popxl.in_sequence():
+        y, t = inner.add_input_like(x), inner.add_input_like(total, by_ref=True)
+        with popxl.ipu(1):
+            ops.add_(t, ops.tanh(ops.ipu_copy(y, 1, 0)))
+            near = ops.tanh(t)
+        with popxl.ipu(0):
+            far = ops.tanh(ops.ipu_copy(near, 0, 1))
+        with popxl.ipu(1):
+            late = ops.ipu_copy(far, 1, 0) + t
+        with popxl.ipu(0):
+            popxl.graph_output(ops.tanh(ops.ipu_copy(late, 0, 1)))
+    with popxl.ipu(0):
+        ops.add_(total, ops.tanh(x))
+        following = x * 0.5
+    (late,) = ops.call(inner, x, total)
+    with popxl.ipu(1):
+        ops.add_(total, popxl.constant(1.0))
+    with popxl.ipu(0):
+        ops.host_store(popxl.d2h_stream(SHAPE, popxl.float32, "late"), late)
+    return following
+
+
+@pytest.mark.filterwarnings("ignore::popxl.errors.CrossingUpdateWarning")
+@pytest.mark.parametrize(
+    "body_of",
+    [an_input_that_is_returned_and_overwritten, an_input_that_is_returned_and_read_late, a_conditional_in_a_call],
+)
 def test_calls_in_loops(body_of: Any) -> None:
     found = []
     for placement, overlap in (("one", False), ("several", True)):
         ir = popxl.Ir()
+        ir.num_host_transfers = 5
         with ir.main_graph, popxl.in_sequence():
             x = popxl.variable(np.full(SHAPE, 0.3), popxl.float32, "x")
             total = popxl.variable(np.zeros(SHAPE), popxl.float32, "total")
@@ -248,7 +278,7 @@ def test_calls_in_loops(body_of: Any) -> None:
                 popxl.graph_output(body_of(*own))
             (result,) = ops.repeat(body, 5, x, total, overlap=overlap)
             ops.var_updates.copy_var_update_(x, result)
-        found.append(run(ir, placement, None, x, total))
+        found.append(run(ir, placement, None, *ir.get_all_d2h_streams(), x, total))
         if overlap:
             steps = popxl.Session(ir, "ipu_model").program.plan.steps  # type: ignore[union-attr]
             assert any(getattr(step, "overlapped", None) for step in steps.steps)

@@ -20,11 +20,11 @@ from popxl.context import get_current_context
 from popxl.dtypes import check_dtype
 from popxl.extend.arguments import number
 from popxl.extend.collectives import shard_count
-from popxl.extend.graphs import final_ipu, reading_ipus
+from popxl.extend.graphs import final_ipu, reading_ipus, through_calls
 from popxl.extend.kernels import Array
 from popxl.extend.ops import factor
 from popxl.op import Colocated, OpKind, Overwrites, Trait
-from popxl.tensor import Variable
+from popxl.tensor import Constant, Variable
 from popxl_addons.dot_tree import DotTree, sanitise
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.grad_reduce_square_add import grad_reduce_square_add
@@ -120,12 +120,27 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[Tra
         )
     for name, t in tensors.items():
         check_floating(t.dtype, f"{optimizer}: the dtype of the variable `{name}`")
-    owners = {v.piece: v for v in graph.variables if v.piece is not None}
-    return [_like_variable(name, t, gradient_of[name], owners.get(t, t)) for name, t in tensors.items()]
+    owners = {v.on_replica: v for v in graph.variables}
+    return [
+        _like_variable(name, t, gradient_of[name], owners[t] if t in owners else _loaded_variable(t))
+        for name, t in tensors.items()
+    ]
 
 
-def _like_variable(name: str, t: popxl.Tensor, gradient: popxl.Tensor, owner: popxl.Tensor) -> Trained:
-    variable = owner if isinstance(owner, Variable) else None
+def _loaded_variable(t: popxl.Tensor) -> Variable | None:
+    """Variable that a tensor was loaded from, also by a called graph; of several in a buffer, the one in the slot, or
+    the first one if the number of the slot is computed."""
+    *_, source = through_calls(t.origin)
+    load = source.producer
+    if load is None or load.kind.exchange != "buffer":
+        return None
+    number = load.inputs[1].origin
+    entry = int(number.data.item()) if isinstance(number, Constant) else None
+    stored = [v for v in popxl.gmg().variables if v.location_info.buffer is load.attributes["buffer"]]
+    return next((v for v in stored if v.location_info.entry == entry), stored[0] if stored else None)
+
+
+def _like_variable(name: str, t: popxl.Tensor, gradient: popxl.Tensor, variable: Variable | None) -> Trained:
     grouping = popxl.gir().replica_grouping() if variable is None else variable.replica_grouping
     group = grouping.const_rg.group_size
     num_shards = shard_count(math.prod(t.meta_shape), t.nelms, group) if t.meta_shape else 1

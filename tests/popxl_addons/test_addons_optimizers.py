@@ -365,3 +365,27 @@ def test_state_is_described(optimizer: Callable[..., Any]) -> None:
         momentum = {"momentum": 0.9} if optimizer is optimizers.sgd else {}
         state = optimizer([table], [table], lr=0.1, **momentum)
     assert all(v.initial is not None or v.nelms < 1 << 20 for v in state.to_dict().values())
+
+
+@pytest.mark.parametrize("in_a_graph", [False, True], ids=["loaded", "loaded by a graph"])
+def test_shards_that_are_loaded_from_a_remote_buffer(in_a_graph: bool) -> None:
+    """They count like the variable in their slot: in the norm, and in the state on the host."""
+    ir = popxl.Ir(axes={"tensor": 2})
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    with ir.main_graph, popxl.in_sequence():
+        own = ir.replica_grouping(group_size=1)
+        g = popxl.variable(values + 1, popxl.float32, "g", replica_grouping=own)
+        buffer = popxl.remote_buffer((3,), popxl.float32, 2)
+        popxl.remote_variable(np.zeros((2, 3)), buffer, 0, popxl.float32, "other", replica_grouping=own)
+        w = popxl.remote_variable(values, buffer, 1, popxl.float32, "w", replica_grouping=own)
+        w.group_axis = 0
+        loaded = ops.remote_load(buffer, 1)
+        if in_a_graph:
+            (loaded,) = ops.call(ir.create_graph(lambda: ops.remote_load(buffer, 1)))
+        state = optimizers.sgd(addons.NamedTensors(w=loaded), {"w": g}, lr=0.5, momentum=0.9, clip_norm=1.0)
+        ops.remote_store(buffer, 1, loaded)
+    with popxl.Session(ir, "ipu_model") as session:
+        session.run()
+        gradient = (values + 1) / np.linalg.norm(values + 1)
+        np.testing.assert_allclose(session.get_tensor_data(w), values - 0.5 * gradient, rtol=1e-5)
+        np.testing.assert_allclose(session.get_tensor_data(state.w.velocity), gradient, rtol=1e-5)

@@ -159,8 +159,8 @@ class Context(threading.local):
         """Place the ops of a `with` block at a location, such as that of a tensor; without an IPU for `None`.
 
         Example:
-            >>> with popxl.context.get_current_context().located_at(*t.location):
-            ...     copy = ops.identity(t)
+            >>> with popxl.context.get_current_context().located_at(*x.location):
+            ...     copy = ops.identity(x)
         """
         return self.set(ipu_id=ipu, io_tile_set=bool(io_tiles))
 

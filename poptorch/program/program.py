@@ -132,9 +132,7 @@ class Program:
         tensors = self._loaded() | self._on_device(host)
         if self._update is not None and self._sums is not None:
             trained = self._model.trained
-            locations = self._options.TensorLocations
-            keep = partial(self._storage.variable, location=locations.optimizer_location)
-            self.io.state = self._update.create_state(trained, keep)
+            self.io.state = self._update.create_state(trained, self._create_state)
             tensors |= {f"//{name}": s.tensor for name, s in self._update.stored.items() if s.tensor is not None}
             if self._batching.gradient_accumulation > 1:
                 self._sums.create_accumulators(trained, self._storage)
@@ -155,6 +153,12 @@ class Program:
                 with self._on_ipu_of(result):
                     tensors[f"//output{number}"] = ops.init(shape, spec.dtype, f"output{number}", "zero")
         return tensors
+
+    def _create_state(self, name: str, value: np.ndarray, grouping: popxl.ReplicaGrouping | None) -> Stored:
+        """Allocate state of the optimiser, on the IPU that reads its parameter."""
+        _, _, parameter = name.partition("___")
+        with get_current_context().on_ipu(self._model.ipus.get(parameter)):
+            return self._storage.variable(name, value, grouping, self._options.TensorLocations.optimizer_location)
 
     @property
     def _single_replicas(self) -> popxl.ReplicaGrouping | None:
@@ -196,7 +200,8 @@ class Program:
                     v = popxl.variable(data, name=name, replica_grouping=grouping)
                     self._weights[name] = Stored(v.spec, v, v)
                 else:
-                    self._weights[name] = self._storage.variable(name, data, grouping, location, leaves)
+                    with get_current_context().on_ipu(self._model.ipus.get(name)):
+                        self._weights[name] = self._storage.variable(name, data, grouping, location, leaves)
         self.io.variables = {name: s.variable for name, s in self._weights.items() if s.variable is not None}
         return {name: s.tensor for name, s in self._weights.items() if s.tensor is not None}
 

@@ -249,6 +249,19 @@ def test_all_locations_with_replicas(location: Any, kind: Any, numbers: Any) -> 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["Weight", "Optimizer", pytest.param("Accumulator", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("strategy", [poptorch.PipelinedExecution, poptorch.ShardedExecution])
+def test_pieces_are_on_the_ipu_of_their_weight(strategy: Any, kind: str) -> None:
+    """Layers on two IPUs, of which the second also reads the first weight."""
+    found = []
+    for location in (SHARDED, SETTINGS()):
+        options = plain_options(replicas=2, accumulation=3)
+        options.setExecutionStrategy(strategy(poptorch.Stage("embed", "0").ipu(0), poptorch.Stage("1", "tied").ipu(1)))
+        getattr(options.TensorLocations, f"set{kind}Location")(location)
+        found.append(trained(options, torch.optim.AdamW, 2)[0])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("strategy", poptorch.MeanReductionStrategy)
 def test_accumulators_in_pieces_off_chip(strategy: Any) -> None:

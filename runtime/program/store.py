@@ -55,6 +55,9 @@ class BorrowedArray:
     slot: Slot
 
 
+_COPY = "Copy what it has: `session.write_variables_data({mine: other.get_tensor_data(theirs)})`"
+
+
 class VariableStore:
     """Arrays resident on a program's device between runs, with versions of their values.
 
@@ -269,12 +272,13 @@ class VariableStore:
             return "the other session only reads it, and this one changes it: let that session take it from this one"
         replicas, own_replicas = other._layout.replicas.count, self._layout.replicas.count
         if replicas != own_replicas:
-            return (
-                f"the other session has {replicas} replicas, and this one {own_replicas}. Copy what it has: "
-                "`session.write_variables_data({mine: other.get_tensor_data(theirs)})`"
-            )
+            return f"the other session has {replicas} replicas, and this one {own_replicas}. {_COPY}"
         ours, source_spec = self._slot_spec(slot), other._slot_spec(source)
-        return "" if ours == source_spec else f"the other session has it as {source_spec}, and this one as {ours}"
+        if ours == source_spec:
+            return ""
+        block, source_block = self._blocks()[slot], other._blocks()[source]
+        remedy = f". {_COPY}" if (block.shape, block.dtype) == (source_block.shape, source_block.dtype) else ""
+        return f"the other session has it as {source_spec}, and this one as {ours}{remedy}"
 
     def _blocks(self) -> dict[Slot, VariableBlock]:
         """Variable arrays, keyed by slot."""

@@ -142,6 +142,10 @@ def test_what_is_refused() -> None:
             session.use_variables_of(of_reading, {program.count: reading.count})
         with pytest.raises(ValueError, match="has 2 replicas, and this one 1. Copy what it has"):
             session.use_variables_of(popxl.Session(spread.ir, "ipu_model"), {program.w: spread.w})
+        also_reading = Program(changes=False, replication=2)
+        one, other = (popxl.Session(each.ir, "ipu_model") for each in (also_reading, spread))
+        with pytest.raises(ValueError, match="as .*, and this one as .*Copy what it has"):
+            one.use_variables_of(other, {also_reading.w: spread.w})
         with pytest.raises(ValueError, match="is this session"):
             session.use_variables_of(session, {})
         with pytest.raises(TypeError, match="not a session"):

@@ -30,6 +30,11 @@ def graph_name(fn: Callable[..., Any] | Module) -> str:
     )
 
 
+def _without_types(signature: inspect.Signature) -> inspect.Signature:
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return inspect.Signature(parameters)
+
+
 def build_graph(graph: Graph, fn: Callable[..., Any] | Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run `fn` inside an empty graph, with inputs in place of tensors, and take what it returns as the outputs."""
     signature = inspect.signature(fn.build if isinstance(fn, Module) else fn)
@@ -38,7 +43,7 @@ def build_graph(graph: Graph, fn: Callable[..., Any] | Module, args: tuple[Any, 
     except TypeError as problem:
         raise ValueError(
             f"create_graph: the arguments do not match the signature of `{graph_name(fn)}`: {problem}. It takes "
-            f"{signature}."
+            f"{_without_types(signature)}."
         ) from None
     bound.apply_defaults()
     with graph:

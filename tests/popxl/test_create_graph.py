@@ -223,8 +223,10 @@ def test_what_is_no_function(ir):
     ids=["too few", "too many", "unknown", "twice"],
 )
 def test_arguments_that_do_not_fit(ir, args, kwargs):
-    with pytest.raises(ValueError, match="do not match the signature"):
-        ir.create_graph(lambda a, b: None, *args, **kwargs)
+    def fn(a: popxl.TensorByRef, b: int = 3, *, d: int) -> None: ...
+
+    with pytest.raises(ValueError, match=r"do not match the signature of .*\. It takes \(a, b=3, \*, d\)\.$"):
+        ir.create_graph(fn, *args, **kwargs)
     assert len(ir.graphs) == 1
 
 

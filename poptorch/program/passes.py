@@ -15,6 +15,7 @@ import popxl
 from poptorch.enums import Liveness
 from poptorch.program.storage import Stored
 from popxl import ops
+from popxl.context import get_current_context
 from popxl.op import Op
 from popxl.transforms import GradGraphInfo
 from popxl_addons.transforms.graph_copies import Transfers, copy_graph
@@ -34,10 +35,11 @@ InputMaker = Callable[[str, popxl.TensorSpec], popxl.Tensor]
 
 @dataclass(frozen=True)
 class Weight:
-    """Parameter or buffer stored off chip or sharded."""
+    """Parameter or buffer stored off chip or sharded, and the IPU that reads it."""
 
     name: str
     stored: Stored
+    ipu: int | None = None
 
 
 @dataclass(frozen=True)
@@ -217,9 +219,10 @@ class Passes:
         stored, overlaps = weight.stored, self._phases.liveness is not Liveness.OffChipAfterFwdNoOverlap
 
         def fetch(after: popxl.Tensor | None) -> popxl.Tensor:
-            if stored.buffer is not None:  # the runtime overlaps loads with earlier ops
-                return stored.gather(stored.load(None, None if overlaps else after))
-            return stored.gather(stored.load(made.input_named(weight.name, stored.local_spec), after))
+            with get_current_context().on_ipu(weight.ipu):
+                if stored.buffer is not None:  # the runtime overlaps loads with earlier ops
+                    return stored.gather(stored.load(None, None if overlaps else after))
+                return stored.gather(stored.load(made.input_named(weight.name, stored.local_spec), after))
 
         return fetch
 

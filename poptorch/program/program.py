@@ -215,7 +215,7 @@ class Program:
     def _with_transfers(self) -> Passes:
         """The passes of a micro-batch, with transfers of what the options keep elsewhere."""
         weights = {
-            self._model.inputs[name]: Weight(name, stored)
+            self._model.inputs[name]: Weight(name, stored, self._model.ipus.get(name))
             for name, stored in self._weights.items()
             if not stored.is_plain and name in self._model.inputs
         }

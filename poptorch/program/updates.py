@@ -63,7 +63,6 @@ from poptorch.program.state_layout import LOSS_SCALE_FACTOR, STEP, StateLayout
 from poptorch.program.storage import Stored
 from popxl import ops
 from popxl.context import get_current_context
-from popxl.extend.graphs import reading_ipus
 from popxl.tensor import Variable
 
 Tensors = Mapping[str, popxl.Tensor]
@@ -231,8 +230,8 @@ class Update:
             parameters: parameters by name, at least those in `names` that are on chip; in a subgraph, inputs by
                 reference.
             gradients: gradients by name, of the parameters' shapes and of any float type: reduced over micro-batches
-                and replicas, and scaled by `loss_scale`. A parameter without one is unchanged, and so is its state. For
-                parameters in `sharded`, the shard of this replica.
+                and replicas, and scaled by `loss_scale`. Each is on the IPU of its parameter. A parameter without one
+                is unchanged, and so is its state. For parameters in `sharded`, the shard of this replica.
             values: the vector of numbers, in the current graph.
             state: on-chip state of the optimiser, by name; in a subgraph, inputs by reference.
             largest: for automatic loss scaling, the largest magnitude of the float16 gradients before their reduction;
@@ -252,11 +251,9 @@ class Update:
             counts = dict.fromkeys([STEP, *(self.layout.counts[name] for name in names)]) if self._rule.counts else ()
             for count in counts:
                 ops.var_updates.accumulate_(state[count], popxl.constant(1.0, popxl.float32))
-            readers = reading_ipus(popxl.gcg())
             for name in names:
                 gradient = gradients[name]
-                parameter = parameters.get(name, gradient)
-                with get_current_context().on_ipu(next(iter(readers.get(parameter, ())), parameter.location[0])):
+                with get_current_context().on_ipu(gradient.location[0]):
                     self._step(name, parameters.get(name), gradient, scale, operand, state, stored_weights[name])
             half = [name for name in names if stored_weights[name].spec.dtype == popxl.float16]
             if self.adjusts and (half or largest is not None):

@@ -262,6 +262,24 @@ def test_pieces_are_on_the_ipu_of_their_weight(strategy: Any, kind: str) -> None
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_recomputation_gathers_weights_on_their_ipu(iterations: int) -> None:
+    inputs, found = torch.arange(80.0).reshape(16, 5)[: 8 * iterations] / 80, []
+    for location in (SHARDED, SETTINGS()):
+        torch.manual_seed(5)
+        layers = [torch.nn.Linear(5, 8), torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)]
+        for i, layer in enumerate(layers[:2]):
+            poptorch.BeginBlock(layer, ipu_id=i)
+        model, options = Loss(torch.nn.Sequential(*layers)), plain_options(replicas=2, iterations=iterations)
+        options.setExecutionStrategy(poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu))
+        options._Popart.set("autoRecomputation", "Standard")
+        options.TensorLocations.setWeightLocation(location)
+        optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = poptorch.trainingModel(model, options, optimizer)(inputs)
+        found.append([losses, model.state_dict()])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("strategy", poptorch.MeanReductionStrategy)
 def test_accumulators_in_pieces_off_chip(strategy: Any) -> None:

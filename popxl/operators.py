@@ -13,6 +13,7 @@ import numpy as np
 
 from popxl import ops
 from popxl.core.create import constant, operand_beside
+from popxl.core.refused_conversions import check_not_traced
 from popxl.core.tensor import Constant, HostScalarTensor, Tensor, TensorLike, Variable, taken_back_on_failure
 from popxl.dtypes import dtype as dtype_
 
@@ -23,6 +24,7 @@ def _applied(t: Tensor, op: Callable[..., Tensor], other: Any, reflected: bool =
     """An op of a tensor and another operand: anything but a tensor becomes a constant of the tensor's dtype."""
     if isinstance(other, Tensor):
         return op(t, other)
+    check_not_traced(t, other)
     if np.size(other) == 0:
         raise ValueError(f"An operand without elements was given to an operator of {t!r}: {other!r}.")
     operand = operand_beside(t, other)

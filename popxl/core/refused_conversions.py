@@ -7,7 +7,7 @@ protocols are among the operators (`popxl.operators`).
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -56,8 +56,17 @@ def asked_by_jax(t: Tensor) -> None:
     raise PopxlError(
         f"A function of JAX takes arrays, and {t!r} is a tensor{where}. Use the op of `popxl.ops` that has its name, "
         "such as `ops.exp` for `jnp.exp`; or make a function of tensors from any function of arrays: "
-        "`popxl.from_jax(jax.nn.softplus)`."
+        f"`popxl.from_jax(jax.nn.softplus)`. {_AS_ARGUMENT}"
     )
+
+
+_AS_ARGUMENT = "A function that is given to `popxl.from_jax` takes each tensor as an argument, and closes over none."
+
+
+def check_not_traced(t: Tensor, other: Any) -> None:
+    """Refuse an operator between a tensor and an array that JAX traces."""
+    if isinstance(other, jax.core.Tracer):
+        raise PopxlError(f"{t!r} is the operand of an array that JAX traces. {_AS_ARGUMENT}")
 
 
 def truth(t: Tensor) -> bool:

@@ -746,6 +746,15 @@ def test_in_the_middle_of_a_graph() -> None:
     assert_close(found, [expected["y"] + 1, *expected["parts"]])
 
 
+@pytest.mark.parametrize(
+    "close", [lambda w: lambda x: x @ w, lambda w: lambda x: w * x, lambda w: lambda x: jnp.dot(x, w)]
+)
+def test_a_tensor_that_a_function_closes_over_is_refused(ir, close) -> None:
+    message = r"Variable\[w .*takes each tensor as an argument, and closes over none\."
+    with ir.main_graph, pytest.raises(PopxlError, match=message):
+        popxl.from_jax(close(popxl.variable(W, name="w")))(popxl.variable(X, name="x"))
+
+
 def test_results_that_are_arguments_constants_and_numbers() -> None:
     table = jnp.asarray(TABLE)
     f = through_a_graph(lambda x: (x, x, table, 2.0, jnp.arange(3), x.shape[0]), X)

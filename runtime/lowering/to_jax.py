@@ -30,6 +30,7 @@ from popxl.errors import PopxlError
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+from popxl.transforms.jax_keys import key_data
 from popxl.values.spec import TensorSpec, brief
 from runtime.lowering.channels import (
     FAILURE,
@@ -252,7 +253,7 @@ class GraphFunction:
         if isinstance(value, np.ndarray) and value.dtype.names and value.dtype == spec.dtype.as_numpy():
             value = to_device(value, spec.dtype)
         try:
-            array = jnp.asarray(value)
+            (array,) = map(jnp.asarray, key_data([value]))
         except (TypeError, ValueError) as problem:
             raise TypeError(f"{name} is {brief(spec)}; got {value!r} ({type(value).__name__}): {problem}") from problem
         wanted = spec.dtype.as_jax()

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from popxl.analysis.memory import Memory
 from popxl.base.arguments import check_type
+from popxl.base.names import name_of
 from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text, flops_text
 from popxl.base.records import Record
 from popxl.errors import PopxlError
@@ -153,7 +154,7 @@ def analyze(function: Callable[..., Any], *args: Any, target: Target | str | Non
     check_type(target, Target | None, "analyze: `target`", "a description such as 'gpu h100:8', or a popxl.Target")
     jitted = function if hasattr(function, "trace") else jax.jit(function)
     executable, seconds = _compiled(jitted, args, kwargs, target)
-    return _analysis(getattr(function, "__name__", repr(function)), executable, seconds, target)
+    return _analysis(getattr(function, "__name__", None) or name_of(function), executable, seconds, target)
 
 
 def _compiled(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target | None) -> tuple[Any, float]:

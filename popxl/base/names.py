@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import partial
+from typing import Any
 
 
 def camel(name: str) -> str:
@@ -18,3 +20,10 @@ def snake(name: str) -> str:
 def identifier(text: str) -> str:
     """`"linear_subgraph(0)"` → `"linear_subgraph_0"`."""
     return re.sub(r"\W+", "_", text).strip("_")
+
+
+def name_of(fn: Any) -> str:
+    """Name of a callable: of a partial application, that of its function; of an object without a name, its type's."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from popxl.base.names import camel, identifier
+from popxl.base.names import camel, identifier, name_of
 from popxl.context import get_current_context
 from popxl.core.create import constant
 from popxl.core.recording import foreign_tensor
@@ -136,16 +136,9 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
             outputs = Recorder(graph.ir).record(body, tensors)
         return jax.tree.unflatten(jax.tree.structure(results), outputs)
 
-    name = getattr(fn, "__qualname__", None) or _name_of_object(fn)
+    name = getattr(fn, "__qualname__", None) or name_of(fn)
     of_tensors.__qualname__ = name
     return of_tensors
-
-
-def _name_of_object(fn: Any) -> str:
-    """Name for an unnamed callable."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__
 
 
 # From a trace to ops -------------------------------------------------------------------------------------------------

@@ -53,6 +53,17 @@ def test_sizes_and_operations() -> None:
     assert found.devices == 1 and "step needs" in str(found)
 
 
+class Doubling:
+    def __call__(self, x: Any) -> Any:
+        return x * 2
+
+
+def test_names_of_functions_without_one_hold_no_address() -> None:
+    (x,) = specs((3,))
+    assert popxl.analyze(Doubling(), x).name == "Doubling"
+    assert popxl.analyze(partial(loss), *SHAPES).name == "loss"
+
+
 @pytest.mark.here
 def test_live_buffers_are_told_by_lines() -> None:
     found = popxl.analyze(step, *SHAPES)

@@ -16,6 +16,7 @@ from popxl.core.rounding import RoundingKey, next_key, seed_of
 from popxl.errors import PopxlRuntimeError
 from popxl.fp8_utils import in_transit, to_host
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
+from popxl.transforms.jax_keys import key_data
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
 from runtime.lowering.channels import encode_transfer
 from runtime.lowering.platform_hooks import hooks_for
@@ -232,7 +233,7 @@ def _array(stream: Stream, value: Any, downcast: bool) -> Any:
         if isinstance(value, jax.Array):
             if value.is_deleted():
                 raise ValueError("it has been deleted, or given to something that overwrote it.")
-            return value
+            return key_data([value])[0]
         is_wide = type(value) is np.ndarray and value.dtype in downcast_np_dtypes
         array = value if downcast and is_wide else to_numpy(value, downcast=False)
     except (TypeError, ValueError, RuntimeError) as problem:  # ragged lists, say, or tensors that NumPy does not know

@@ -272,6 +272,15 @@ def test_a_key_is_the_tensor_of_its_data(tmp_path) -> None:
     assert_close(jax.jit(popxl.to_jax(loaded))(x, key), expected)
 
 
+def test_a_key_is_fed_as_its_data(ir, run) -> None:
+    key = jax.random.key(3)
+    with ir.main_graph:
+        stream = popxl.h2d_stream((2,), popxl.uint32, "key")
+        uniform = popxl.from_jax(lambda key: jax.random.uniform(key, (3,)))(ops.host_load(stream))
+    (found,) = run(ir, uniform, feeds={stream: key})
+    assert_close(np.float32(found), jax.random.uniform(key, (3,)))
+
+
 def test_a_graph_with_a_rule_may_be_rewritten() -> None:
     """The rule is for what it returns, however ops compute that."""
     ir = popxl.Ir()

@@ -167,30 +167,34 @@ def cross(input: Any, other: Any, *, dim: int = -1) -> Any:
 
 
 def _declare_matrix_op(names: str, function: Callable[..., Any], title: str = "") -> None:
-    """Declare a real op on matrices; its title in printed graphs is by default derived from the first name."""
+    """Declare an op on matrices; its title in printed graphs is by default derived from the first name."""
     first, *_ = names.split()
     plain = first.removeprefix("_").removeprefix("linalg_").removesuffix("_ex")
     title = title or "".join(map(str.capitalize, plain.split("_")))
-    jax_op(*(f"aten.{name}" for name in names.split()), title=title, traits=REAL)(function)
+    jax_op(*(f"aten.{name}" for name in names.split()), title=title)(function)
+
+
+def _adjoint(matrix: Any) -> Any:
+    return matrix.mT.conj()
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _symmetric(matrix: Any, upper: bool) -> Any:
-    """Symmetrise a matrix from one triangle; gradients are symmetric, as in PyTorch."""
+def _hermitian(matrix: Any, upper: bool) -> Any:
+    """Hermitian matrix from one triangle; gradients are Hermitian, as in PyTorch."""
     triangle, rest = (jnp.triu(matrix), jnp.triu(matrix, 1)) if upper else (jnp.tril(matrix), jnp.tril(matrix, -1))
-    return triangle + rest.mT
+    return triangle + _adjoint(rest)
 
 
-@_symmetric.defjvp
+@_hermitian.defjvp
 def _(upper: bool, matrices: Any, tangents: Any) -> Any:
     (matrix,), (tangent,) = matrices, tangents
-    return _symmetric(matrix, upper), (tangent + tangent.mT) / 2
+    return _hermitian(matrix, upper), (tangent + _adjoint(tangent)) / 2
 
 
 def _cholesky(input: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
-    matrix = _symmetric(input, upper)
+    matrix = _hermitian(input, upper)
     factor = jnp.linalg.cholesky(matrix, symmetrize_input=False)
-    return factor.mT if upper else factor, _first_indefinite(lax.stop_gradient(matrix))
+    return _adjoint(factor) if upper else factor, _first_indefinite(lax.stop_gradient(matrix))
 
 
 def _first_indefinite(matrix: Any) -> Any:
@@ -198,9 +202,9 @@ def _first_indefinite(matrix: Any) -> Any:
 
     def eliminate_column(k: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
         rest, found = state
-        pivot, column = rest[..., k, k], rest[..., :, k]
+        pivot, column = rest[..., k, k].real, rest[..., :, k]
         found = jnp.where((found == 0) & ~(pivot > 0), k + 1, found)
-        return rest - column[..., :, None] * (column / pivot[..., None])[..., None, :], found
+        return rest - column[..., :, None] * (column.conj() / pivot[..., None])[..., None, :], found
 
     not_found = jnp.zeros(matrix.shape[:-2], jnp.int32)
     return lax.fori_loop(jnp.int32(0), matrix.shape[-1], eliminate_column, (matrix, not_found))[1]
@@ -299,10 +303,10 @@ def _lu_factor(A: Any, *, pivot: bool = True, check_errors: bool = False) -> Any
 
 def _lu_solve(LU: Any, pivots: Any, B: Any, *, left: bool = True, adjoint: bool = False) -> Any:
     if not left:
-        return _lu_solve(LU, pivots, B.mT, adjoint=not adjoint).mT
+        return _adjoint(_lu_solve(LU, pivots, _adjoint(B), adjoint=not adjoint))
     LU, B = _broadcast_batches(LU, B)
     rows = jnp.broadcast_to(lax.linalg.lu_pivots_to_permutation(pivots - 1, LU.shape[-1]), LU.shape[:-1])
-    solve = partial(lax.linalg.triangular_solve, LU, left_side=True, transpose_a=adjoint)
+    solve = partial(lax.linalg.triangular_solve, LU, left_side=True, transpose_a=adjoint, conjugate_a=adjoint)
     if adjoint:
         out = solve(solve(B), lower=True, unit_diagonal=True)
         return jnp.take_along_axis(out, jnp.argsort(rows)[..., None], -2)
@@ -317,14 +321,14 @@ def _householder_product(input: Any, tau: Any) -> Any:
 
     def reflected(t: Any, reflection: Any) -> tuple[Any, None]:
         vector, factor = reflection
-        return t - factor[..., None, None] * vector[..., None] * (vector[..., None, :] @ t), None
+        return t - factor[..., None, None] * vector[..., None] * (vector.conj()[..., None, :] @ t), None
 
     factors = jnp.moveaxis(tau, -1, 0)
     return lax.scan(reflected, out, (vectors[: len(factors)], factors), reverse=True)[0]
 
 
 def _eigh(A: Any, *, UPLO: str = "L", compute_v: bool = True) -> Any:
-    return tuple(jnp.linalg.eigh(_symmetric(A, UPLO.upper() == "U"), symmetrize_input=False))
+    return tuple(jnp.linalg.eigh(_hermitian(A, UPLO.upper() == "U"), symmetrize_input=False))
 
 
 def _svd(A: Any, *, full_matrices: bool = False, compute_uv: bool = True, driver: str | None = None) -> Any:
@@ -342,7 +346,7 @@ def _qr(A: Any, *, mode: str = "reduced") -> Any:
 
 def _pinv(input: Any, atol: Any = None, rtol: Any = None, *, hermitian: bool = False) -> Any:
     """Pseudoinverse; singular values up to `max(atol, rtol * largest)` count as 0."""
-    input = _symmetric(input, False) if hermitian else input
+    input = _hermitian(input, False) if hermitian else input
     largest = jnp.linalg.svd(input, compute_uv=False).max(-1)
     default = max(input.shape[-2:]) * jnp.finfo(input.dtype).eps if atol is None else 0
     relative = default if rtol is None else rtol
@@ -360,7 +364,6 @@ _declare_matrix_op("linalg_lu", _lu, "LU")
 _declare_matrix_op("linalg_lu_factor_ex", _lu_factor, "LUFactor")
 _declare_matrix_op("linalg_lu_solve", _lu_solve, "LUSolve")
 _declare_matrix_op("lu_unpack", _lu_unpack, "LUUnpack")
-_declare_matrix_op("linalg_lstsq", _least_squares, "LeastSquares")
 _declare_matrix_op("triangular_solve", _triangular_solve, "TriangularSolve")
 _declare_matrix_op("linalg_householder_product", _householder_product)
 _declare_matrix_op("_linalg_solve_ex", _solve)
@@ -370,3 +373,5 @@ _declare_matrix_op("cholesky_inverse", _cholesky_inverse)
 _declare_matrix_op("_linalg_eigh", _eigh)
 _declare_matrix_op("_linalg_svd", _svd, "SVD")
 _declare_matrix_op("linalg_qr", _qr, "QR")
+# Of complex numbers PyTorch's own account, which recorded results follow, takes real residuals for complex ones.
+jax_op("aten.linalg_lstsq", title="LeastSquares", traits=REAL)(_least_squares)

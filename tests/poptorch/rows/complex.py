@@ -61,6 +61,51 @@ def _and_back(x: torch.Tensor) -> torch.Tensor:
     return torch.istft(spectrum * 2, 8, 2, window=torch.ones(8), length=x.shape[-1])
 
 
+def _solutions(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    factors, pivots = torch.linalg.lu_factor(a)
+    return (
+        torch.linalg.solve(a, b), torch.linalg.solve(a, b.mT, left=False), torch.linalg.lu_solve(factors, pivots, b),
+        torch.linalg.lu_solve(factors, pivots, b, adjoint=True),
+        torch.linalg.lu_solve(factors, pivots, b.mT, left=False, adjoint=True),
+        torch.linalg.solve_triangular(a, b, upper=True),
+        torch.linalg.solve_triangular(a, b.mT, upper=False, left=False),
+    )  # fmt: skip
+
+
+def _of_hermitian(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    hermitian = a @ a.mH + torch.eye(3)
+    lower, upper = torch.linalg.cholesky(hermitian), torch.linalg.cholesky(hermitian, upper=True)
+    vectors = torch.linalg.eigh(hermitian).eigenvectors
+    return (
+        lower, upper, torch.cholesky_solve(b, lower), torch.cholesky_solve(b, upper, upper=True),
+        torch.cholesky_inverse(lower), torch.linalg.eigvalsh(hermitian), vectors.abs(),
+        torch.linalg.pinv(hermitian, hermitian=True),
+    )  # fmt: skip
+
+
+_SQUARE, _COLUMNS = complex_normal(3, 3) + 2 * torch.eye(3), complex_normal(3, 2, seed=9)
+_MATRICES = [
+    complex_row(
+        "inverse, determinant and exponential of complex matrices",
+        lambda a: (torch.linalg.inv(a), torch.linalg.det(a), torch.linalg.slogdet(a), torch.linalg.matrix_exp(a / 2)),
+        _SQUARE,
+    ),
+    complex_row("solve of complex matrices", _solutions, _SQUARE, _COLUMNS),
+    complex_row("Hermitian matrices", _of_hermitian, _SQUARE, _COLUMNS),
+    complex_row(
+        "qr, svdvals, pinv, lu, householder_product of complex matrices",
+        lambda a, tau: (
+            *torch.linalg.qr(a),
+            torch.linalg.svdvals(a),
+            torch.linalg.pinv(a),
+            *torch.linalg.lu(a),
+            torch.linalg.householder_product(a, tau),
+        ),  # fmt: skip
+        _COLUMNS,
+        complex_normal(2, seed=5),
+    ),
+]
+
 _UNARY = "abs angle cos cosh exp log neg reciprocal rsqrt sgn sigmoid sin sinh sqrt square tanh".split()
 
 ROWS = [
@@ -72,6 +117,7 @@ ROWS = [
     complex_row("real and imag", lambda z: (z.real, z.imag, torch.real(z) * z.imag), Z),
     complex_row("_conj, resolve_conj, _neg_view", _lazy, Z, complex_normal(2, 3, seed=3)),
     complex_row("views that are written to", _in_place, Z, X),
+    *_MATRICES,
     *(complex_row(f"{name} of complex numbers", getattr(torch, name), Z) for name in _UNARY),
     complex_row("abs, angle, sgn at zero", lambda z: (z.abs(), z.angle(), z.sgn()), torch.zeros(2, dtype=torch.cfloat)),
     *(complex_row(f"{name} of complex numbers", getattr(torch, name), Z, W) for name in "add sub mul div".split()),

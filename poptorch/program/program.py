@@ -291,7 +291,7 @@ class Program:
         if largest is not None and self._replicas > 1:
             largest = ops.collectives.replicated_all_reduce(largest, "max")
         state = self._state_on_chip(tensors)
-        self._update(tensors, gradients, tensors.get(VALUES), state, largest, self._weights)
+        self._update(tensors, gradients, tensors.get(VALUES), state, largest, self._weights, self._model.ipus)
         self._return_updated(tensors, results)
         return results
 

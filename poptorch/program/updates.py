@@ -223,6 +223,7 @@ class Update:
         state: Tensors,
         largest: popxl.Tensor | None = None,
         stored: Mapping[str, Stored] = MappingProxyType({}),
+        ipus: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Add the ops of one step to the current graph; they overwrite parameters and state.
 
@@ -230,13 +231,14 @@ class Update:
             parameters: parameters by name, at least those in `names` that are on chip; in a subgraph, inputs by
                 reference.
             gradients: gradients by name, of the parameters' shapes and of any float type: reduced over micro-batches
-                and replicas, and scaled by `loss_scale`. Each is on the IPU of its parameter. A parameter without one
-                is unchanged, and so is its state. For parameters in `sharded`, the shard of this replica.
+                and replicas, and scaled by `loss_scale`. A parameter without one is unchanged, and so is its state. For
+                parameters in `sharded`, the shard of this replica.
             values: the vector of numbers, in the current graph.
             state: on-chip state of the optimiser, by name; in a subgraph, inputs by reference.
             largest: for automatic loss scaling, the largest magnitude of the float16 gradients before their reduction;
                 by default that of the given gradients of float16 parameters.
             stored: location of the parameters, by name; by default whole, in device memory.
+            ipus: IPU of each parameter, by name; by default that of its gradient.
         """
         names = [name for name in self.names if name in gradients]
         if not names:
@@ -253,7 +255,7 @@ class Update:
                 ops.var_updates.accumulate_(state[count], popxl.constant(1.0, popxl.float32))
             for name in names:
                 gradient = gradients[name]
-                with get_current_context().on_ipu(gradient.location[0]):
+                with get_current_context().on_ipu(ipus.get(name, gradient.location[0])):
                     self._step(name, parameters.get(name), gradient, scale, operand, state, stored_weights[name])
             half = [name for name in names if stored_weights[name].spec.dtype == popxl.float16]
             if self.adjusts and (half or largest is not None):

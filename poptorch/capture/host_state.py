@@ -34,7 +34,7 @@ _NOT_THE_USERS |= set(sys.stdlib_module_names) - {"__main__"}
 NUMBERS = (bool, int, float, complex, np.generic)
 _PLAIN = (*NUMBERS, str)
 _CLOSED = (*_PLAIN, bytes, type(None), torch.Tensor, ModuleType, threading.Thread)
-"""What is not looked into; a thread of the user, such as the monitor of `tqdm`, changes itself meanwhile."""
+"""Types whose attributes are not compared. A thread, such as the monitor of `tqdm`, changes its own meanwhile."""
 _HOLDING = {"argparse", "collections", "queue", "types", "weakref"}
 """Modules of Python whose objects hold those of users."""
 

@@ -373,5 +373,5 @@ _declare_matrix_op("cholesky_inverse", _cholesky_inverse)
 _declare_matrix_op("_linalg_eigh", _eigh)
 _declare_matrix_op("_linalg_svd", _svd, "SVD")
 _declare_matrix_op("linalg_qr", _qr, "QR")
-# Of complex numbers PyTorch's own account, which recorded results follow, takes real residuals for complex ones.
+# Complex matrices are refused: PyTorch's shape inference states a complex dtype for their residuals, which are real.
 jax_op("aten.linalg_lstsq", title="LeastSquares", traits=REAL)(_least_squares)

@@ -14,6 +14,7 @@ from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import integer
 from popxl.extend.collectives import shard_count
+from popxl.extend.graphs import final_ipu
 from popxl.extend.memory import StateLocation, bytes_of, current_request
 from popxl.extend.ops import cast_if_needed
 from popxl.extend.source import SourceLocation, user_frame, warn_at
@@ -369,8 +370,7 @@ def _gradients(
         (batch,) = batches
         site = bound.call_with_info(*batch(None))
         results = backward.call(start, args=backward.grad_graph_info.inputs_dict(site))
-        placement = Placement()
-        mean, *gradients = (_upcast(t, placement) for t in (site.outputs[0], *results))
+        mean, *gradients = map(_upcast, (site.outputs[0], *results))
         return mean, NamedTensors.pack(names, gradients)
     means, backward = autodiff_with_accumulation(forward, trained, [loss], dtype=popxl.float32, memory=memory)
     accumulators = means.init("gradients")
@@ -385,8 +385,9 @@ def _gradients(
             total = ops.available_after(total, t)
         site = bound.call_with_info(*batch(total))
         backward.bind(accumulators).call(start, args=backward.grad_graph_info.inputs_dict(site))
-        placement = Placement()
-        total = total + placement.copy_to(_upcast(site.outputs[0], placement), here)
+        mean = _upcast(site.outputs[0])
+        ipu = final_ipu(mean)
+        total = total + (mean if here is None or ipu in (None, here) else ops.ipu_copy(mean, here, ipu))
     return total / count, accumulators.accum
 
 
@@ -410,8 +411,8 @@ def _loaded(source: popxl.Tensor | popxl.HostToDeviceStream, precision: MixedPre
     return t if precision is None else precision.narrowed(t)
 
 
-def _upcast(t: popxl.Tensor, placement: Placement) -> popxl.Tensor:
-    with placement.beside(t):
+def _upcast(t: popxl.Tensor) -> popxl.Tensor:
+    with get_current_context().on_ipu(final_ipu(t)):
         return cast_if_needed(t, popxl.float32) if t.dtype.is_half else t
 
 

@@ -17,12 +17,13 @@ from poptorch.base.dtypes import device_dtype
 from poptorch.base.patching import patched
 from poptorch.capture.trace import Node, Trace, Value
 from poptorch.errors import createPoptorchError
-from poptorch.lowering.operands import broadcast, copied_to_ipu
+from poptorch.lowering.operands import broadcast
 from poptorch.lowering.registry import lowering_of
 from popxl import ops
 from popxl.context import get_current_context
 from popxl.errors import PopxlError
 from popxl.extend.kernels import fold_in
+from popxl.extend.ops import copied_to_ipu
 from popxl.extend.source import DebugRecord
 
 

@@ -69,16 +69,6 @@ def _counts(number: Number | complex, dtype: Any) -> bool:
     return isinstance(number, float) or dtype == jnp.bool_
 
 
-def copied_to_ipu(t: popxl.Tensor, ipu: int | None) -> popxl.Tensor:
-    """A tensor on an IPU: itself, or a copy if it is on another.
-
-    Inputs of a graph are where they are first used. Results of calls may be anywhere: the runtime copies these.
-    """
-    if ipu is None or t.location[0] in (ipu, None) or not t.has_certain_location:
-        return t
-    return ops.ipu_copy(t, ipu)
-
-
 def cast_like(operand: popxl.Tensor | Number | complex, dtype: popxl.dtype) -> popxl.Tensor:
     """Convert an operand to a tensor with the given dtype."""
     if isinstance(operand, popxl.Tensor):

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 
 import popxl
 from poptorch.enums import MeanReductionStrategy, ReductionType
-from poptorch.lowering.operands import cast_like, copied_to_ipu
+from poptorch.lowering.operands import cast_like
 from poptorch.program.model_graph import INDEX
 from poptorch.program.passes import InputMaker
 from poptorch.program.request import ProgramRequest
 from poptorch.program.storage import Storage, Stored
 from poptorch.program.updates import Update
 from popxl import ops
+from popxl.extend.ops import copied_to_ipu
 from popxl_addons.rts import gather_replica_sharded_tensor, reduce_replica_sharded_tensor
 
 

@@ -25,7 +25,7 @@ from poptorch.capture.trace import Value
 from poptorch.enums import MeanReductionStrategy, OutputMode
 from poptorch.errors import createPoptorchError
 from poptorch.lowering.emission import spec_of
-from poptorch.lowering.operands import cast_like, copied_to_ipu
+from poptorch.lowering.operands import cast_like
 from poptorch.placement.strategies import _IPhasedExecution
 from poptorch.program.gradient_sums import GradientSums
 from poptorch.program.model_graph import GRADIENT, INDEX, LARGEST, RANDOM, SLOT, UPDATED, VALUES, ModelGraph, Tensors
@@ -38,6 +38,7 @@ from poptorch.program.storage import Storage, Stored
 from poptorch.settings.locations import is_off_chip
 from popxl import ops
 from popxl.context import get_current_context
+from popxl.extend.ops import copied_to_ipu
 
 
 class Program:

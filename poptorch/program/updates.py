@@ -55,7 +55,6 @@ import torch
 
 import popxl
 from poptorch.base.logging_ import logger
-from poptorch.lowering.operands import copied_to_ipu
 from poptorch.program.gradient_scale import adjust_loss_scale, gradient_scale, largest_magnitude, sum_of_squares
 from poptorch.program.hyperparameters import Hyperparameters, display_name
 from poptorch.program.rules import RULES, SGD, Key, classes_of, rule_of
@@ -63,6 +62,7 @@ from poptorch.program.state_layout import LOSS_SCALE_FACTOR, STEP, StateLayout
 from poptorch.program.storage import Stored
 from popxl import ops
 from popxl.context import get_current_context
+from popxl.extend.ops import copied_to_ipu
 from popxl.tensor import Variable
 
 Tensors = Mapping[str, popxl.Tensor]

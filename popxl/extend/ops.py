@@ -33,7 +33,7 @@ from popxl.core.traits import (
     View,
 )
 from popxl.ops.complex import NORM
-from popxl.ops.convert import cast_if_needed
+from popxl.ops.convert import cast_if_needed, copied_to_ipu
 from popxl.ops.families import ELEMENTWISE, REAL
 from popxl.ops.index import picks_rows
 from popxl.ops.memory import available_after_all, recomputed_after, scheduled_after
@@ -78,6 +78,7 @@ __all__ = [
     "broadcast",
     "broadcast_shapes",
     "cast_if_needed",
+    "copied_to_ipu",
     "cross_entropy",
     "cross_entropy_with_grad",
     "factor",

@@ -192,6 +192,16 @@ def ipu_copy(t: Tensor, destination: int, source: int | None = None) -> Tensor:
     return _copied(t, integer(destination, "ipu_copy: `destination`"), source)
 
 
+def copied_to_ipu(t: Tensor, ipu: int | None) -> Tensor:
+    """A tensor on an IPU: itself, or a copy if it is on another.
+
+    Inputs of a graph are where they are first used. Results of calls may be anywhere: the runtime copies these.
+    """
+    if ipu is None or t.location[0] in (ipu, None) or not t.has_certain_location:
+        return t
+    return ipu_copy(t, ipu)
+
+
 def _copied(t: Tensor, destination: int, source: int | None) -> Tensor:
     """Place the copy op, and an unplaced operand, on the source IPU."""
     with get_current_context().set(ipu_id=source):

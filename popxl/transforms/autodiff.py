@@ -27,7 +27,7 @@ from popxl.core.traits import is_call
 from popxl.errors import PopxlError, UnusedGradientWarning
 from popxl.graph import Graph
 from popxl.ops.complex import conjugate
-from popxl.ops.convert import cast_if_needed, identity, ipu_copy
+from popxl.ops.convert import cast_if_needed, copied_to_ipu, identity
 from popxl.ops.elementwise import add_n
 from popxl.ops.memory import available_after, offload, reload
 from popxl.ops.reduce import sum as sum_
@@ -320,7 +320,7 @@ class _Differentiation:
                 terms.insert(0, self.gradients[t])
             beside = next((g for g in terms if g.location == t.location), terms[0])
             with get_current_context().located_at(*beside.location):
-                total = terms[0] if len(terms) == 1 else add_n(*(_copied_beside(beside, g) for g in terms))
+                total = terms[0] if len(terms) == 1 else add_n(*(copied_to_ipu(g, beside.location[0]) for g in terms))
             if len(terms) > 1 or self._has_no_name(total):
                 self.graph.rename(total, _name_within(t))
                 self.graph.show_as({total: f"Gradient___{t.path}"})
@@ -470,14 +470,6 @@ def _following(graph: Graph, required: Iterable[Tensor]) -> set[Tensor]:
 def _name_within(t: Tensor) -> str:
     """Name of a tensor's gradient; complex tensors use its conjugate."""
     return f"Gradient___{t.name}{'__conj' if t.dtype.is_complex else ''}"
-
-
-def _copied_beside(t: Tensor, gradient: Tensor) -> Tensor:
-    """A gradient on the IPU of another one: ops on several IPUs may read a tensor."""
-    ipu, _ = t.location
-    if ipu is None or gradient.location[0] in (ipu, None) or not gradient.has_certain_location:
-        return gradient
-    return ipu_copy(gradient, ipu)
 
 
 def _unbroadcast(gradient: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -6,6 +6,7 @@ The update formulas are in `popxl_addons.optimizers.functional` and `popxl_addon
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -121,13 +122,17 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[Tra
     for name, t in tensors.items():
         check_floating(t.dtype, f"{optimizer}: the dtype of the variable `{name}`")
     owners = {v.on_replica: v for v in graph.variables}
+    stored = defaultdict[popxl.RemoteBuffer, list[Variable]](list)
+    for v in popxl.gmg().variables:
+        if (buffer := v.location_info.buffer) is not None:
+            stored[buffer].append(v)
     return [
-        _like_variable(name, t, gradient_of[name], owners[t] if t in owners else _loaded_variable(t))
+        _like_variable(name, t, gradient_of[name], owners[t] if t in owners else _loaded_variable(t, stored))
         for name, t in tensors.items()
     ]
 
 
-def _loaded_variable(t: popxl.Tensor) -> Variable | None:
+def _loaded_variable(t: popxl.Tensor, stored: Mapping[popxl.RemoteBuffer, Sequence[Variable]]) -> Variable | None:
     """Variable that a tensor was loaded from, also by a called graph; of several in a buffer, the one in the slot, or
     the first one if the number of the slot is computed."""
     *_, source = through_calls(t.origin)
@@ -136,8 +141,8 @@ def _loaded_variable(t: popxl.Tensor) -> Variable | None:
         return None
     number = load.inputs[1].origin
     entry = int(number.data.item()) if isinstance(number, Constant) else None
-    stored = [v for v in popxl.gmg().variables if v.location_info.buffer is load.attributes["buffer"]]
-    return next((v for v in stored if v.location_info.entry == entry), stored[0] if stored else None)
+    candidates = stored.get(load.attributes["buffer"], ())
+    return next((v for v in candidates if v.location_info.entry == entry), next(iter(candidates), None))
 
 
 def _like_variable(name: str, t: popxl.Tensor, gradient: popxl.Tensor, variable: Variable | None) -> Trained:

@@ -11,6 +11,7 @@ from typing import Any
 
 import popxl
 from popxl import ops
+from popxl.context import get_current_context
 from popxl.tensor import Tensor
 from popxl_addons import _io_tiles
 from popxl_addons.transforms.remote_handle import RemoteHandle
@@ -67,6 +68,7 @@ class SerialLoop:
         body = self.graph.ir.create_empty_graph(suffix_graph_name(self.graph.name, "_repeat_body"))
         with body, popxl.in_sequence():
             i = popxl.graph_input((), popxl.int32, "i")
+            i.set_location(get_current_context().ipu_id, False)  # although its first use may be as a slot on I/O tiles
             own_carried = _inputs_like(carried)
             own_row = popxl.graph_input((), popxl.int32, "row")
             carried_out = iteration(own_row, i, own_carried, _inputs_like(resident, by_ref=True))

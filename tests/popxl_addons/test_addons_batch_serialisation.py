@@ -160,6 +160,21 @@ def test_a_chain_of_layers(ir, mode):
     assert buffer.entries == 3 * STEPS
 
 
+@pytest.mark.parametrize("ipu", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_of_its_own_beside_rows_that_are_counted(ir, mode, ipu):
+    """The slots of a buffer of one row are the iterations' numbers; those of the other one are computed from them."""
+    with popxl.ipu(ipu):
+        graph, x, y = double()
+        first, others = batch_serial_buffer(x, STEPS), batch_serial_buffer(y, STEPS, rows=2)
+        values = np.random.default_rng(5).normal(size=(STEPS, 2, 3)).astype(np.float32)
+        fill(first, values)
+        serial = batch_serialise(graph, STEPS, {x: (first, None)}, {}, {y: (others, 0)}, rows=2, io_mode=mode)
+        serial.graph.call(1)
+        out = contents(others)
+    np.testing.assert_array_equal(run(ir)[out][0][STEPS:], 2 * values)
+
+
 @pytest.mark.thorough(but_each=3, rotated=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_inputs_that_are_passed_through(ir, mode):

@@ -267,6 +267,11 @@ class Lowering:
         return noinline(function, in_order=1)
 
 
+def inlines_calls(options: SessionOptions, platform: str) -> bool:
+    """Whether calls are inlined: XLA for GPUs fuses nothing inside of noinline calls, and XLA for TPUs keeps none."""
+    return options.calledGraphs == "inlined" or (options.calledGraphs != "kept" and platform != "cpu")
+
+
 def recursing_into(main: Graph) -> AbstractContextManager[None]:
     """Context with a raised recursion limit, for nested calls and branches of a program.
 

@@ -43,7 +43,7 @@ from runtime.lowering.channels import (
 )
 from runtime.lowering.context import Context
 from runtime.lowering.differentiable import DifferentiableLowering
-from runtime.lowering.lower import recursing_into
+from runtime.lowering.lower import inlines_calls, recursing_into
 from runtime.targets.replicas import Replicas
 
 _log = Logger("session")
@@ -65,9 +65,11 @@ def to_jax(graph: Graph) -> GraphFunction:
     host copies) and the input streams, and returns a pair: a dict of the output streams, and a dict of the variables
     that it changed. Streams have the shapes that `session.run` expects.
 
-    Graphs with several call sites are compiled once, as in a session. Printing ops print. Requirements of ops on their
-    operands are checked at run time if the function is given to `jax.experimental.checkify.checkify`. Gradients of
-    complex arguments are JAX's, the conjugates of PyTorch's and `autodiff`'s.
+    On CPUs, graphs with several call sites are compiled once. Elsewhere calls are inlined, because XLA for GPUs fuses
+    nothing inside of them. `ir.options.calledGraphs = "kept"` or `"inlined"` decides otherwise. Printing ops print.
+    Requirements of ops on their operands are checked at run time if the function is given to
+    `jax.experimental.checkify.checkify`. Gradients of complex arguments are JAX's, the conjugates of PyTorch's and
+    `autodiff`'s.
 
     Args:
         graph: graph in its current state: a function refuses to run once ops have been added.
@@ -158,7 +160,7 @@ class GraphFunction:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.__name__ = self.__qualname__ = identifier(graph.id) or "main_graph"
-        self._lower()
+        self._remember_graph()
         if graph.ir.rounding_key in channels_of(graph):
             _log.warn(
                 f"to_jax: {graph.title} updates float16 or bfloat16 in place. A session would round these "
@@ -173,10 +175,11 @@ class GraphFunction:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in self.inputs])
 
-    def _lower(self) -> None:
-        self._lowering = DifferentiableLowering(self.graph.ops, self.graph.ir.options, replicas=self._replicas)
+    def _remember_graph(self) -> None:
+        """Remember the state of the graph, which the next call lowers: only then is its platform known, because asking
+        for JAX's default starts devices."""
         self._snapshot, self._known_edits = Snapshot(self.graph), self.graph.ir.edits.count
-        self._platform: str | None = None  # of the first call: asking for JAX's default starts devices
+        self._platform: str | None = None
 
     def _set_parameters(self) -> None:
         """Set the parameters, and which of them the graph writes."""
@@ -278,11 +281,13 @@ class GraphFunction:
                 raise PopxlError(
                     f"{self.__name__}: {'; '.join(changes)} since `popxl.to_jax` was called. Call it again."
                 )
-            self._lower()
+            self._remember_graph()
         platform = self._replicas.platform  # of `jax.default_device`, as for a target
-        if self._platform not in (None, platform):
-            self._lower()
-        self._platform = platform
+        if self._platform != platform:
+            options = self.graph.ir.options
+            keeps = not inlines_calls(options, platform)
+            self._lowering = DifferentiableLowering(self.graph.ops, options, keeps, self._replicas)
+            self._platform = platform
         for dtype in self._dtypes:
             if jax.dtypes.canonicalize_dtype(dtype.as_jax()) != dtype.as_jax():
                 raise PopxlError(

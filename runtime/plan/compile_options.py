@@ -10,6 +10,7 @@ from popxl.base.arrays import Array
 from popxl.core.tensor import Constant, Tensor
 from popxl.fp8_utils import to_device
 from popxl.options import SessionOptions
+from runtime.lowering.lower import inlines_calls
 from runtime.targets.compile_target import HOST, CompileTarget
 from runtime.targets.replicas import Replicas
 
@@ -60,7 +61,5 @@ class CompileOptions:
 
     @property
     def inlines(self) -> bool:
-        """Whether calls within a segment are inlined: XLA for GPUs fuses nothing inside kept calls, XLA for TPUs keeps
-        no calls."""
-        asked = self.session_options.calledGraphs
-        return asked == "inlined" or (asked != "kept" and self.compile_target.platform != "cpu")
+        """Whether calls within a segment are inlined."""
+        return inlines_calls(self.session_options, self.compile_target.platform)

@@ -110,6 +110,19 @@ def test_for_other_platforms(tmp_path: Path) -> None:
     assert (again.in_tree, again.out_tree) == (jax.tree.structure((({"x": 0},), {})), jax.tree.structure({"y": 0}))
 
 
+@pytest.mark.parametrize(
+    ("platform", "called_graphs", "noinline_calls"),
+    [("cpu", "auto", 2), ("cpu", "inlined", 0), ("cuda", "auto", 0), ("tpu", "auto", 0), ("cuda", "kept", 2)],
+)
+def test_calls_are_inlined_on_accelerators(
+    tmp_path: Path, platform: str, called_graphs: str, noinline_calls: int
+) -> None:
+    ir, _ = model()
+    ir.options.calledGraphs = called_graphs
+    text = popxl.export(ir, tmp_path / "model.jax", platforms=[platform]).mlir_module()
+    assert text.count('inlineable = "false"') == noinline_calls
+
+
 def test_what_cannot_be_exported(tmp_path: Path) -> None:
     path = tmp_path / "program.jax"
     ir, _ = step()

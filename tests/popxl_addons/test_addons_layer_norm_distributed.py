@@ -94,6 +94,9 @@ def test_what_is_printed_and_refused() -> None:
             layer_norm_distributed(t, t, w)
         with pytest.raises(PopxlError, match=r"expected `b` of shape \(4,\)"):
             layer_norm_distributed(t, w, w[:3])
+        for operands in ((w, w, w), (t, t, w), (t, w, t)):
+            with pytest.raises(AssertionError, match="expected `.` of"):
+                layer_norm_distributed(*operands)
 
 
 @pytest.mark.thorough(but_each=4)

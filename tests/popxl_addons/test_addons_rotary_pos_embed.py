@@ -125,6 +125,8 @@ def test_what_is_printed_and_refused(ir: popxl.Ir) -> None:
     ):
         with pytest.raises(PopxlError, match=f"RotaryPosEmbed: .*{message}"):
             rotary_pos_embed(*operands, rotary_dim)
+    with pytest.raises(AssertionError, match="expected `t` of rank 4"):
+        rotary_pos_embed(t.reshape((6, 5, 8)), sin, cos)
 
 
 def test_the_package_and_its_module() -> None:

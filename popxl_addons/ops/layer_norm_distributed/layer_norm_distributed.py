@@ -9,21 +9,23 @@ from jax import lax
 
 import popxl
 from popxl import OpKind, TensorSpec
-from popxl.errors import PopxlError
 from popxl.extend.collectives import Group, members
 from popxl.extend.kernels import widen
 from popxl.op import REFUSED, BetweenReplicas, RecomputedFrom
 from popxl.replica_grouping import Groups
+from popxl_addons.errors import OperandShapeError
 
 __all__ = ["layer_norm_distributed"]
 
 
 def _specs(t: Any, w: Any, b: Any, **attributes: Any) -> tuple[TensorSpec, ...]:
     if len(t.shape) != 2:
-        raise PopxlError(f"expected `t` of rank 2: rows, and the channels of this replica; it has rank {len(t.shape)}.")
+        raise OperandShapeError(
+            f"expected `t` of rank 2: rows, and the channels of this replica; it has rank {len(t.shape)}."
+        )
     for name, vector in {"w": w, "b": b}.items():
         if vector.shape != t.shape[1:]:
-            raise PopxlError(f"expected `{name}` of shape ({t.shape[1]},), one number for each channel of `t`.")
+            raise OperandShapeError(f"expected `{name}` of shape ({t.shape[1]},), one number for each channel of `t`.")
     statistics = TensorSpec(t.shape[:1], popxl.float32)
     return TensorSpec(t.shape, t.dtype), statistics, statistics
 
@@ -112,7 +114,7 @@ def layer_norm_distributed(
 
     Raises:
         ValueError: if the replicas of the Ir cannot be grouped like this.
-        PopxlError: if `t` has another rank, or `w` or `b` another shape.
+        OperandShapeError: if `t` has another rank, or `w` or `b` another shape.
 
     Example:
         >>> with popxl.Ir(replication=2).main_graph:

@@ -14,6 +14,7 @@ import popxl
 from popxl import OpKind, TensorSpec
 from popxl.errors import PopxlError
 from popxl.extend.kernels import widen
+from popxl_addons.errors import OperandShapeError
 
 __all__ = ["rotary_pos_embed", "trig_table_constants", "trig_tables"]
 
@@ -65,7 +66,9 @@ def trig_table_constants(
 def _embedded(t: Any, sin: Any, cos: Any, *, rotary_dim: int) -> TensorSpec:
     """Result spec for compatible operands."""
     if len(t.shape) != 4:
-        raise PopxlError(f"expected `t` of rank 4: batch, sequence, heads, channels; it has rank {len(t.shape)}.")
+        raise OperandShapeError(
+            f"expected `t` of rank 4: batch, sequence, heads, channels; it has rank {len(t.shape)}."
+        )
     batch, sequence, _, channels = t.shape
     if rotary_dim < 1 or rotary_dim % 2 or rotary_dim > channels:
         raise PopxlError(f"`rotary_dim` is {rotary_dim}; expected an even number of the {channels} channels of `t`.")
@@ -127,7 +130,8 @@ def rotary_pos_embed(
         A new tensor of the shape and dtype of `t`.
 
     Raises:
-        PopxlError: if `t` has another rank, `rotary_dim` is odd or too large, or a table does not fit.
+        OperandShapeError: if `t` has another rank.
+        PopxlError: if `rotary_dim` is odd or too large, or a table does not fit.
 
     Example:
         >>> with popxl.Ir().main_graph:

@@ -7,6 +7,7 @@ specific collections (`NamedTensors`, `NamedVariableFactories`, …) only add op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Integral
 from types import UnionType
 from typing import Any, Generic, TypeVar
 
@@ -103,11 +104,11 @@ class DotTree(Generic[L]):
             >>> DotTree.from_dict({"a.b": 1}).get("a.b")
             1
         """
-        if isinstance(key, int) and key < 0:
+        if isinstance(key, Integral) and key < 0:
             key = self._from_the_end(key)
         head, dot, rest = _text(key).partition(".")
         if head not in self._map:
-            loops = " Loops go over `values_flat()` or `to_dict().items()`." if isinstance(key, int) else ""
+            loops = " Loops go over `values_flat()` or `to_dict().items()`." if isinstance(key, Integral) else ""
             raise KeyError(f"{type(self).__name__}: there is no '{head}' here; available keys: {self.keys()}.{loops}")
         value = self._map[head]
         if not dot:
@@ -231,7 +232,7 @@ class DotTree(Generic[L]):
             >>> t.keys_flat()
             ['blk.w', 'blk.b']
         """
-        if isinstance(key, int) and key < 0:
+        if isinstance(key, Integral) and key < 0:
             raise ValueError(f"{type(self).__name__}.insert: key {key} is negative; numeric keys start from 0.")
         head, dot, rest = _text(key).partition(".")
         if head in self._map and not overwrite:
@@ -367,6 +368,6 @@ def sanitise(name: str) -> str:
 
 
 def _text(key: Key) -> str:
-    if not isinstance(key, (str, int)):
+    if not isinstance(key, (str, Integral)):
         raise AttributeError(f"DotTree: keys are strings or integers, not {key!r} of type {type(key).__name__}.")
     return str(key)

@@ -10,6 +10,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -83,7 +84,7 @@ class TaskSession(CheckpointSession):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(max_checkpoints, int):
+        if not isinstance(max_checkpoints, Integral):
             raise TypeError(
                 f"TaskSession: `max_checkpoints` is {max_checkpoints!r}, expected a number. What `popxl.Session` takes "
                 "is given by name: `TaskSession(inputs, outputs, state, ir=ir)`."

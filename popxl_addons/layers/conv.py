@@ -9,7 +9,7 @@ import numpy as np
 
 import popxl
 from popxl import initial, ops
-from popxl.extend.arguments import check_type
+from popxl.extend.arguments import check_type, integer_or_integers
 from popxl.ops import PadType
 from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import drawn_weights, torch_weights
@@ -62,10 +62,10 @@ class Conv2D(Module):
     ):
         super().__init__()
         self.out_channels = out_channels
-        self.kernel_size = _of_both_axes(kernel_size)
-        self.strides = _of_both_axes(strides)
+        self.kernel_size = _of_both_axes(kernel_size, "kernel_size")
+        self.strides = _of_both_axes(strides, "strides")
         self.paddings = paddings
-        self.dilations = _of_both_axes(dilations)
+        self.dilations = _of_both_axes(dilations, "dilations")
         self.groups = groups
         self.bias = bias
         self.available_memory_proportions = available_memory_proportions
@@ -117,6 +117,7 @@ class Conv2D(Module):
         return torch_weights(variables, nn_layer, dtype, weight=np.asarray, bias=lambda bias: bias.reshape(1, -1, 1, 1))
 
 
-def _of_both_axes(given: int | tuple[int, int]) -> tuple[int, ...]:
+def _of_both_axes(given: int | tuple[int, int], name: str) -> tuple[int, ...]:
     """Pair of numbers, one per spatial axis."""
-    return (given, given) if isinstance(given, int) else tuple(given)
+    numbers = integer_or_integers(given, f"Conv2D: `{name}`")
+    return (numbers, numbers) if isinstance(numbers, int) else tuple(numbers)

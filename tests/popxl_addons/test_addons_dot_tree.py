@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 
 from popxl_addons.dot_tree import DotTree, sanitise, to_mapping
@@ -37,6 +38,14 @@ def test_mixed_construction():
     assert dict(tree.to_dict()) == {"a": 1, "sub.0": 2, "more.deep.leaf": 3, "7": 4}
     assert tree.sub["0"] == tree.sub[0] == getattr(tree.sub, "0") == 2  # noqa: B009
     assert tree._map["7"] == 4
+
+
+def test_numbers_of_numpy_are_keys():
+    tree = DotTree.from_dict({k: str(k) for k in np.arange(3)})
+    assert tree.keys() == ["0", "1", "2"] and np.int64(2) in tree
+    assert (tree[np.int64(0)], tree[np.int32(-1)]) == ("0", "2")
+    with pytest.raises(ValueError, match="key -1 is negative"):
+        tree.insert(np.int64(-1), "x")
 
 
 def test_entries_hidden_by_methods():

@@ -248,6 +248,7 @@ class TestConv2D:
             (dict(paddings="valid"), dict(padding="valid")),
             (dict(dilations=(2, 1)), dict(dilation=(2, 1))),
             (dict(strides=2, dilations=3, kernel_size=2), dict(stride=2, dilation=3, kernel_size=2)),
+            (dict(strides=np.int64(2), kernel_size=np.int64(2)), dict(stride=2, kernel_size=2)),
             (dict(groups=2), dict(groups=2)),
             (dict(bias=False), dict(bias=False)),
         ],
@@ -266,6 +267,8 @@ class TestConv2D:
         assert [op.op_type for op in graph.graph.ops] == ["Conv", "Add"]
         with pytest.raises(AssertionError, match=r"Conv2D: `x` has the shape \(5, 4\); expected images"):
             Conv2D(6, 3).create_graph(SPEC)
+        with pytest.raises(TypeError, match="Conv2D: `strides` must be an integer or a sequence of integers"):
+            Conv2D(6, 3, 1.5)
 
 
 @pytest.mark.parametrize("layer", [LayerNorm(), RMSNorm(), GroupNorm(1), Conv2D(4, 3)], ids=lambda m: type(m).__name__)

@@ -378,7 +378,7 @@ def test_a_signal_just_before_a_thread_starts(tmp_path, monkeypatch):
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path, monkeypatch):
-    session = make(max_checkpoints=2)
+    session = make(max_checkpoints=np.int64(2))
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b", "a", "c"):
         session.save_checkpoint(name)

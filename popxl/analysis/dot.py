@@ -26,6 +26,7 @@ def write_checkpoint(ir: Ir, check: str, save_dir: Path | str | None = None, exp
         ir.options.dotChecks = {"ALL"}
     if save_dir is not None:
         ir.options.logDir = str(save_dir)
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
     asked = {*ir.options.dotChecks, *os.environ.get("POPART_DOT_CHECKS", "").split(":")}
     active = {name.upper() for name in asked if name}
     if not active & {"ALL", check.upper()}:

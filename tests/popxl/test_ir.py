@@ -290,7 +290,8 @@ def test_dot_checkpoints(tmp_path, monkeypatch, environment, option, files):
         monkeypatch.setenv("POPART_DOT_CHECKS", environment)
     ir = small_ir()
     ir.options.dotChecks = option
-    ir.dot_checkpoint("A", tmp_path / "deep" / "folder")  # the folder is made, and kept for later
+    ir.dot_checkpoint("A", tmp_path / "deep" / "folder")  # the folder is made, active or not, and kept for later
+    assert (tmp_path / "deep" / "folder").is_dir()
     ir.dot_checkpoint("B")
     popxl.Session(ir)
     assert sorted(path.name for path in tmp_path.rglob("*.dot")) == files

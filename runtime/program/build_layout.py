@@ -33,6 +33,8 @@ def layout_for(ir: Ir, device: Device, mode: str | None = None) -> Layout:
     dimensions = dimensions_of(ir, are_weighed=device.jax_devices[0].platform == "tpu")
     is_divided = len({each.process_index for each in device.jax_devices}) > 1 and device.target is None
     count = ir.replication_factor if is_divided else ir.instance_replication_factor
+    if count != ir.replication_factor:  # a layout of this process's replicas only, as `popxl show` makes
+        dimensions = ()
     compile_target = CompileTarget(
         device.jax_devices,
         count,

@@ -16,6 +16,7 @@ import popxl
 from popxl import ops
 from popxl.base.distributed import LOOPBACK, Instance, Share, launched
 from popxl.errors import PopxlError
+from runtime.command import main
 from runtime.processes import held_port
 from tests.popxl.conftest import Run
 from tests.popxl.shared_programs import PROGRAMS, REPLICAS
@@ -170,6 +171,23 @@ def test_the_launchers_numbers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
         popxl.variable(1.0) + 1
     with pytest.raises(PopxlError, match="has 4 replicas, of which 3 are this process's"):
         popxl.Session(ir, "ipu_model")
+
+
+def test_commands_show_the_program_of_an_instance(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`poprun … popxl show` lays out the replicas of its own instance, and waits for no other."""
+    set_environment(monkeypatch, num_instances=2, num_total_replicas=4)
+    file = tmp_path / "train.py"
+    file.write_text(
+        "import popxl\nfrom popxl import ops\nir = popxl.Ir('popdist')\nwith ir.main_graph:\n"
+        "    v = popxl.variable(1.0)\n    v += ops.collectives.replicated_all_reduce(v)\n"
+        "popxl.Session(ir, 'ipu_model').run()\n"
+    )
+    assert main(["show", str(file)]) == 0
+    assert "ReplicatedAllReduce(t, op=add, stride=1, group_size=4)" in capsys.readouterr().out
+    assert main(["check", str(file)]) == 0
+    assert "repeated reduction: `t` is the same on all replicas" in capsys.readouterr().out
 
 
 def test_a_single_instance_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from poptorch.lowering.emission import next_seed
 from poptorch.lowering.operands import axis_of, promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
+from popxl.extend.ops import print_tensor_kind
 
 
 @lowers(
@@ -29,10 +30,11 @@ def identity(tensor: popxl.Tensor, available_memory_proportion: float = 0) -> po
 
 
 @lowers("poptorch.ipu_print_tensor")
-def ipu_print_tensor(tensor: popxl.Tensor, separator: str, **how: Any) -> popxl.Tensor:
-    title = how.pop("title") or None
-    # popxl separates elements by one character, followed by a space
-    return ops.print_tensor(tensor, title, separator=separator.strip() or " ", **how)
+def ipu_print_tensor(tensor: popxl.Tensor, title: str, print_gradient: bool, **style: Any) -> popxl.Tensor:
+    title = title or f"print_{tensor.name}"  # below `ops.print_tensor`, whose separator and brackets are one character
+    return print_tensor_kind(
+        tensor, title=title, print_self=True, print_gradient=print_gradient, style=tuple(style.values())
+    )
 
 
 @lowers("poptorch.serializedMatMul")

@@ -35,6 +35,7 @@ from popxl.core.traits import (
 from popxl.ops.complex import NORM
 from popxl.ops.convert import cast_if_needed, copied_to_ipu
 from popxl.ops.families import ELEMENTWISE, REAL
+from popxl.ops.host import print_tensor_kind
 from popxl.ops.index import picks_rows
 from popxl.ops.memory import available_after_all, recomputed_after, scheduled_after
 from popxl.ops.nn import REDUCTION_TYPE, cross_entropy, cross_entropy_with_grad
@@ -86,6 +87,7 @@ __all__ = [
     "one_number",
     "picks_rows",
     "predicate",
+    "print_tensor_kind",
     "recomputed_after",
     "scheduled_after",
 ]

@@ -108,16 +108,17 @@ def _formatted(
     }[float_format if digits else "none"]
     if array.ndim == 0:
         return number(array[()]) if number and array.dtype.kind == "f" else str(array[()])
+    mark = "\0" * len(separator)  # of the same width, and in no number
     text = np.array2string(
         array,
         max_line_width=max_line_width or 10**9,
         precision=digits or None,
-        separator="\0",
+        separator=mark,
         threshold=summarise_threshold or array.size + 1,
         edgeitems=edge_items,
         formatter={"float_kind": number} if number else None,
     )
-    text = _break_rows(text).replace("[", open_bracket).replace("]", close_bracket).replace("\0", separator)
+    text = _break_rows(text).replace("[", open_bracket).replace("]", close_bracket).replace(mark, separator)
     return "\n".join(line.rstrip() for line in text.split("\n"))
 
 
@@ -134,8 +135,8 @@ def _break_rows(text: str) -> str:
         while line.startswith("[["):
             lines.append(" " * depth + "[")
             line, depth = line[1:], depth + 1
-        separator = "\0" * line.endswith("\0")
-        line = line.removesuffix("\0")
+        line, marked = line.rstrip("\0"), line
+        separator = marked.removeprefix(line)
         ends = max(len(line) - len(line.rstrip("]")) - 1, 0)  # brackets that end more than this row
         rows = [line[: len(line) - ends], *("]" * ends)]
         for i, row in enumerate(rows):

@@ -562,6 +562,18 @@ def test_a_printed_matrix_has_a_line_for_each_row(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == "title: {\n {1.49 1.76}\n {1.08 1.13}\n}\n"
 
 
+def test_printed_separators_and_brackets_are_as_given(capfd: pytest.CaptureFixture[str]) -> None:
+    def printed(x: torch.Tensor, **style: Any) -> str:
+        poptorch.inferenceModel(lambda x: poptorch.ipu_print_tensor(x, "t", **style))(x)
+        return capfd.readouterr().err
+
+    x = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+    assert printed(x) == "t: (\n (1, 2),\n (3, 4)\n)\n"
+    assert printed(x[0], separator=" | ", open_bracket="<<", close_bracket=">>") == "t: <<1 | 2>>\n"
+    lines = printed(torch.arange(40), separator=" - ", max_line_width=20).splitlines()
+    assert lines[1] == "  3 -  4 -  5 -" and max(map(len, lines[1:])) <= 20
+
+
 def test_errors_of_pytorch_are_those_of_eager() -> None:
     index = torch.zeros(1, 4, dtype=torch.long)
     for wrong in (lambda x, i: torch.scatter(x, i, 0, x), lambda x, i: x.scatter(0, i, "a"), lambda x, i: x @ i @ x):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter, ParameterProxy
 from poptorch.options import Options
 from poptorch.placement.blocks import module_repr
@@ -23,6 +24,8 @@ class ModelProxy:
 
     Names with a leading underscore, names declared by the classes, and names unknown to the model are its own.
     """
+
+    _compiled: Any = None  # the program, once there is one
 
     def __init__(self, host: HostModel, user_model: Model, options: Options) -> None:
         self._user_model, self._host, self._options = user_model, host, options
@@ -49,6 +52,11 @@ class ModelProxy:
         if isinstance(value, torch.nn.Parameter):
 
             def group(grouped: GroupedParameter | None) -> None:
+                if self._compiled is not None and grouped != self._host.grouped.get(attr):
+                    logger.warning(
+                        f"replicaGrouping: the model is compiled, so the groups of {attr} have no effect until it is "
+                        "compiled again. Call `destroy()` after it, or group parameters before the first call."
+                    )
                 self._host.grouped.pop(attr, None)
                 if grouped is not None:
                     self._host.grouped[attr] = grouped

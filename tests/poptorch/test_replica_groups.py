@@ -116,6 +116,20 @@ def test_a_value_of_each_replica_comes_back() -> None:
     assert module.weight.tolist() == [[1], [2], [1], [2]]
 
 
+def test_groups_of_a_compiled_model_wait_for_the_next_program(caplog: pytest.LogCaptureFixture) -> None:
+    model = poptorch.inferenceModel(Scale(4), poptorch.Options().replicationFactor(4))
+    each = CommGroupType.NoGrouping, 1, VariableRetrievalMode.OnePerGroup
+    model.weight.replicaGrouping(*each)
+    assert model(torch.ones(4)).tolist() == [1, 2, 3, 4]
+    model.weight.replicaGrouping(*each)
+    assert not caplog.records
+    model.weight.replicaGrouping(CommGroupType.All, 1, VariableRetrievalMode.OnePerGroup)
+    assert "replicaGrouping: the model is compiled, so the groups of weight have no effect until" in caplog.text
+    assert model(torch.ones(4)).tolist() == [1, 2, 3, 4]
+    model.destroy()
+    assert model(torch.ones(4)).shape == (16, 1)
+
+
 def test_wrong_groups() -> None:
     model = poptorch.inferenceModel(Scale(2), poptorch.Options().replicationFactor(4))
     with pytest.raises(poptorch.Error, match="bias is a scalar"):

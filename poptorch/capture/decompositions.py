@@ -173,13 +173,12 @@ def _histc(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return counts.to(input.dtype)
 
 
-def _tensor_split(input: torch.Tensor, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+def _tensor_split(input: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     """`torch.tensor_split`, whose sections or indices may be a tensor: its numbers are read."""
     args = tuple(each.tolist() if isinstance(each, torch.Tensor) else each for each in args)
     if (read := kwargs.pop("tensor_indices_or_sections", None)) is not None:
         args = (read.tolist(), *args)
-    split: list[torch.Tensor] = torch.ops.aten.tensor_split(input, *args, **kwargs)
-    return split
+    return tuple(torch.ops.aten.tensor_split(input, *args, **kwargs))
 
 
 COMPOSED: Mapping[Any, Callable[..., Any]] = {

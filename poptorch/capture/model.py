@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from traceback import walk_tb
-from types import FrameType
 from typing import Any
 
 import torch
@@ -320,10 +319,10 @@ def _located_errors(recorder: Recorder) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as problem:
-        where = recorder.source(_last_frame(problem))
+        where = _line_of(problem, recorder)
         raise createPoptorchError(f"{_unreadable(problem)} It is needed here ({where}): {problem}") from problem
     except UnsupportedOperatorException as problem:
-        where = recorder.source(_last_frame(problem))
+        where = _line_of(problem, recorder)
         raise createPoptorchError(
             f"Unsupported op {problem} at {where}: tensors of its kind have no numbers in "
             "rows and columns. Pad nested tensors before the model."
@@ -338,10 +337,11 @@ def _as_eager_says(text: Any) -> Any:
     return text.replace("FakeTensor", "Tensor") if isinstance(text, str) else text
 
 
-def _last_frame(problem: BaseException) -> FrameType | None:
-    """Innermost frame of an exception's traceback; `None` without a traceback."""
-    *_, last = None, *(frame for frame, _ in walk_tb(problem.__traceback__))
-    return last
+def _line_of(problem: BaseException, recorder: Recorder) -> SourceLocation:
+    """Innermost user line of an exception's traceback."""
+    frames = [frame for frame, _ in walk_tb(problem.__traceback__)]
+    lines = map(recorder.source, reversed(frames))  # each in turn: a generator that has ended has no caller
+    return next((line for line in lines if line.line), SourceLocation("", 0, ""))
 
 
 def _unreadable(problem: Exception) -> str:

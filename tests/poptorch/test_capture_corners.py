@@ -264,11 +264,17 @@ def test_numbers_that_only_a_run_knows(function: Function) -> None:
         lambda x: x if f"{x[0, 0]:.2f}" else x,
         lambda x: x * x.tolist()[0][0],
         lambda x: x * x.data_ptr(),
+        lambda x: poptorch.fps(x, x.long()[0]),
     ],
 )
 def test_numbers_that_leave_pytorch(function: Function) -> None:
     with pytest.raises(poptorch.Error, match="numbers in a tensor cannot be read.*test_capture_corners.py"):
         poptorch.inferenceModel(function, poptorch.Options().keptPrograms(1))(_input(3, 4))
+
+
+def test_splits_are_tuples() -> None:
+    split = poptorch.inferenceModel(lambda x: (torch.tensor_split(x, 2), x.tensor_split((1,), 1)))(_input(3, 4))
+    assert [type(each) for each in split] == [tuple, tuple]
 
 
 def test_constants_that_leave_pytorch() -> None:

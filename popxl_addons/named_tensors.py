@@ -9,7 +9,7 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.extend.arguments import check_type
-from popxl_addons.dot_tree import DotTree
+from popxl_addons.dot_tree import DotTree, check_leaves
 
 TensorMap = Mapping[popxl.Tensor, popxl.Tensor]
 
@@ -77,6 +77,7 @@ def print_named_tensors(named_tensors: NamedTensors) -> NamedTensors:
         >>> printed.w.shape
         (2,)
     """
+    check_leaves(named_tensors, popxl.Tensor, "print_named_tensors: `named_tensors`", "NamedTensors")
     return NamedTensors.from_dict(
         {name: ops.print_tensor(tensor, title=name) for name, tensor in named_tensors.to_dict().items()}
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 import popxl
 from popxl import Op
+from popxl.extend.arguments import check_type
 
 Replacement = Callable[..., Any]
 """Replacement function: from the inputs of the old op to tensors for its outputs. See `popxl.Graph.replace`."""
@@ -67,6 +68,7 @@ def apply_pre_alias_patterns(ir: popxl.Ir, level: str = "default") -> None:
         >>> [op.op_type for op in ir.main_graph.ops]
         ['Add']
     """
+    check_type(ir, popxl.Ir, "apply_pre_alias_patterns: `ir`", "an Ir")
     apply_patterns(ir.graphs, level)
 
 

@@ -70,6 +70,7 @@ def evaluate_ir_FLOPs(ir: popxl.Ir) -> dict[str, Any]:
         >>> evaluate_ir_FLOPs(ir)
         {'Add': {100: 6}, 'TOT': 6}
     """
+    check_type(ir, popxl.Ir, "evaluate_ir_FLOPs: `ir`", "an Ir")
     return _times(evaluate_FLOPs(ir.main_graph), ir.replication_factor)
 
 

@@ -91,6 +91,8 @@ def is_subgraph(parent: popxl.Graph, subgraph: popxl.Graph) -> bool:
         >>> is_subgraph(ir.main_graph, inner), is_subgraph(inner, ir.main_graph)
         (True, False)
     """
+    for name, graph in (("parent", parent), ("subgraph", subgraph)):
+        check_type(graph, popxl.Graph, f"is_subgraph: `{name}`", "a popxl.Graph")
     return subgraph in reachable(parent)
 
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 import popxl
+from popxl.extend.arguments import check_type
 from popxl.tensor import Variable
 
 K = TypeVar("K")
@@ -102,6 +103,9 @@ class WeightsDict(UserDict[Variable, np.ndarray]):
         super().__init__(*args, **kwargs)
 
     def __setitem__(self, variable: Variable, array: np.ndarray) -> None:
+        check_type(variable, Variable, "WeightsDict: each key", "a Variable")
+        if not hasattr(array, "dtype"):
+            raise TypeError(f"WeightsDict: the value for `{variable.name}` must be an array; got {array!r:.80}.")
         dtype = popxl.dtype.as_dtype(array.dtype)
         if dtype != variable.dtype:
             raise ValueError(

@@ -62,6 +62,8 @@ class Linear(Module):
         return self._with_bias(x @ self._weight(x))
 
     def _weight(self, x: popxl.Tensor) -> popxl.Tensor:
+        if not x.shape:
+            raise ValueError(f"{type(self).__name__}: `x` is a scalar; expected a tensor of shape (..., in).")
         return self.add_variable_input(
             "weight",
             drawn_weights(type(self).__name__, x.dtype, x.shape[-1], self.out_features),

@@ -127,6 +127,10 @@ class TestLinear:
     def test_a_grouping_where_a_flag_is_expected(self, ir):
         assert Linear(3, ir.replica_grouping()).create_graph(SPEC)[0].keys() == ["weight", "bias"]
 
+    def test_a_scalar_has_no_features(self, ir):
+        with pytest.raises(ValueError, match="Linear: `x` is a scalar; expected a tensor of shape"):
+            Linear(3).create_graph(popxl.TensorSpec((), popxl.float32))
+
     def test_mapping_errors(self, ir, torch):
         variables = Linear(3).create_graph(SPEC)[0].init()
         with pytest.raises(ValueError, match=r"the variables have a `bias`, but Linear\(.*\) has none"):

@@ -11,6 +11,8 @@ import pytest
 
 import popxl
 import popxl_addons as addons
+from popxl_addons.named_tensors import print_named_tensors
+from popxl_addons.patterns import apply_pre_alias_patterns
 from popxl_addons.transforms import PipelineSchedule
 from popxl_addons.transforms.repeat_graph import repeat_graph
 
@@ -184,6 +186,15 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rows": (lambda m: PipelineSchedule([[3]]), r"`rows` must have a row for each device, of pairs.*; got \[\[3\]\]"),
     "needs": (lambda m: PipelineSchedule([[(0, 0)]], 3), "`needs` must be a list with a list of stages.*; got 3"),
     "weights": (lambda m: addons.write_variables_pb(3, {}), "write_variables_pb: `session` must be a Session; got 3"),
+    "counted program": (lambda m: addons.total_FLOPs(m.graph), "evaluate_ir_FLOPs: `ir` must be an Ir; got"),
+    "patterns": (lambda m: apply_pre_alias_patterns(m.graph), "apply_pre_alias_patterns: `ir` must be an Ir; got"),
+    "reached": (lambda m: addons.is_subgraph(m.graph, m.x.graph), "is_subgraph: `parent` must be a popxl.Graph; got"),
+    "printed": (lambda m: print_named_tensors({"w": m.x}), "print_named_tensors: `named_tensors` must be NamedTensors"),
+    "weights by name": (lambda m: addons.WeightsDict({"x": ONES}), "WeightsDict: each key must be a Variable; got 'x'"),
+    "weights in a list": (
+        lambda m: addons.WeightsDict({m.x: [1.0]}),
+        r"WeightsDict: the value for `x` must be an array; got \[1.0\]",
+    ),
     "counted": (lambda m: addons.evaluate_FLOPs(m.graph), "evaluate_FLOPs: `graph` must be a popxl.Graph; got"),
 }
 

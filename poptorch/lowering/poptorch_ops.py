@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy
 from jax import lax
 
 import popxl
@@ -71,7 +72,7 @@ def _updated(t: Any, part: Any, start: Any, *, axis: int) -> Any:
 def fps(src: popxl.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start: bool = False) -> popxl.Tensor:
     points = []
     for start, stop in zip(ptr[:-1], ptr[1:], strict=True):
-        count = math.ceil(ratio * (stop - start))
+        count = math.ceil(numpy.float32(ratio) * (stop - start))
         seed = next_seed() if random_start else None
         points.append(_farthest_points(src[start:stop], seed, count=count) + start)
     return ops.concat(points, 0)
@@ -80,14 +81,14 @@ def fps(src: popxl.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start:
 @jax_op(gradient=None)
 def _farthest_points(points: Any, seed: Any = None, *, count: int) -> Any:
     """Farthest point sampling: indices of points, each maximising the distance from earlier samples."""
-    first = jnp.int32(0)
+    first, coordinates = jnp.int32(0), tuple(range(1, points.ndim))
     if seed is not None:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         first = jax.random.randint(key, (), 0, points.shape[0])
 
     def sample_point(state: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], Any]:
         chosen, nearest = state
-        nearest = jnp.minimum(nearest, jnp.sum((points - points[chosen]) ** 2, -1))
+        nearest = jnp.minimum(nearest, jnp.sum((points - points[chosen]) ** 2, coordinates))
         return (jnp.argmax(nearest).astype(jnp.int32), nearest), chosen
 
     _, found = lax.scan(sample_point, (first, jnp.full(points.shape[0], jnp.inf, points.dtype)), length=count)
@@ -104,6 +105,7 @@ def nearest(x: popxl.Tensor, y: popxl.Tensor, batch_x: Sets = None, batch_y: Set
 
 @jax_op(title="NearestPoint", gradient=None)
 def _nearest(x: Any, y: Any, batch_x: Any = None, batch_y: Any = None) -> Any:
+    x, y = (each[:, None] if each.ndim == 1 else each for each in (x, y))
     distances = jnp.sum((x[:, None] - y[None]) ** 2, -1)
     if batch_x is not None and batch_y is not None:
         distances = jnp.where(batch_x[:, None] == batch_y[None], distances, jnp.inf)

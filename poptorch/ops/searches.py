@@ -51,7 +51,7 @@ def fps(src: torch.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start:
     """Farthest point sampling: each point has maximum distance from those before it.
 
     Args:
-        src: points of several sets, `[points, coordinates]`.
+        src: points of several sets, `[points, coordinates]`, or `[points]` on a line.
         ptr: the start of each set, and the end of the last one.
         ratio: the proportion of each set that is sampled, rounded up.
         random_start: start each set from a random point, not from its first.
@@ -64,9 +64,10 @@ def fps(src: torch.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start:
         tensor([0, 2])
     """
     found = []
+    src = src if src.dim() == 2 else src.reshape(len(src), -1)
     for start, stop in itertools.pairwise(int(p) for p in ptr):
         points = src[start:stop]
-        count = math.ceil(ratio * (stop - start))
+        count = math.ceil(numpy.float32(ratio) * (stop - start))  # as torch_cluster rounds it: 7 of 100 for 0.07
         if current() is not None:
             found.append(torch.empty(count, dtype=torch.int64))
             continue
@@ -89,7 +90,7 @@ def nearest(
     """Index of the nearest neighbour of each point.
 
     Args:
-        x: points, `[points, coordinates]`.
+        x: points, `[points, coordinates]`, or `[points]` on a line.
         y: the candidates.
         batch_x, batch_y: the set of each point, as a tensor or a list of numbers; only points of one set are compared.
 
@@ -97,6 +98,7 @@ def nearest(
         >>> poptorch.nearest(torch.tensor([[1.0], [7.0]]), torch.tensor([[0.0], [8.0], [9.0]]))
         tensor([0, 1])
     """
+    x, y = (each[:, None] if each.dim() == 1 else each for each in (x, y))
     distances = ((x[:, None] - y[None]) ** 2).sum(-1)
     if batch_x is not None and batch_y is not None:
         apart = torch.as_tensor(batch_x)[:, None] != torch.as_tensor(batch_y)[None]

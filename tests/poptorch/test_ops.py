@@ -500,6 +500,16 @@ def test_points() -> None:
     both(lambda x, y: poptorch.nearest(x, y, *lists), points, points[3:7] + 0.1)
 
 
+def test_points_of_other_dimensions() -> None:
+    line, squares = torch.tensor([0.0, 1.0, 5.0, 2.0]), torch.randn(6, 2, 2)
+    assert both(lambda p: poptorch.fps(p, [0, 4]), line).tolist() == [0, 2]
+    expected = poptorch.fps(squares.flatten(1), [0, 6]).tolist()
+    assert both(lambda p: poptorch.fps(p, [0, 6]), squares).tolist() == expected
+    assert both(poptorch.nearest, line, torch.tensor([4.0, 0.0])).tolist() == [1, 1, 0, 0]
+    assert both(poptorch.nearest, line, torch.tensor([[4.0], [0.0]])).tolist() == [1, 1, 0, 0]
+    assert len(both(lambda p: poptorch.fps(p, [0, 100], 0.07), torch.randn(100, 2))) == 7
+
+
 def test_a_random_start() -> None:
     points = torch.randn(100, 2)
     wrapped = poptorch.inferenceModel(lambda p: poptorch.fps(p, [0, 100], 0.05, random_start=True))

@@ -118,10 +118,13 @@ class Channels:
         kept = HostToDeviceStream | RemoteBuffer | CollectiveOrder
         return [transfers for c, (transfers, _) in self._channels.items() if not isinstance(c, kept)]
 
-    def check_count(self, stream: Stream, number: int) -> None:
-        """Record at the end of a run whether a stream's transfers exceeded its capacity."""
-        transfers, position = self._channels[stream]
-        self.record_failure(TRANSFERS, number, position <= transfers.shape[0])
+    def count(self, stream: Channel) -> Position:
+        """Number of transfers of a stream so far."""
+        return self._channels[stream][1]
+
+    def check_count(self, number: int, count: Position, capacity: int) -> None:
+        """Record at the end of a run whether the transfers of the stream with this number exceeded its capacity."""
+        self.record_failure(TRANSFERS, number, count <= capacity)
 
     def record_failure(self, id: int, number: int, holds: Any) -> None:
         """Record a failed check of the op with this id, unless another check failed before."""

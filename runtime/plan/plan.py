@@ -88,15 +88,18 @@ class PlanStreams:
     Attributes:
         inputs, outputs: streams, in the order of feeds and of fetches.
         channels: streams, and the failed checks, of each IPU.
+        limited: streams whose transfers are counted.
         ends: two compiled JAX functions for each IPU with streams: the first computes the initial state of its
             channels from the feeds, where `None` in place of the transfers of a feed means the feed itself; the second
-            computes the fetches from the final state. The first one is `None` if the IPU belongs to another process.
+            computes the fetches from the final state, and from the counts of limited streams. The first one is `None`
+            if the IPU belongs to another process.
         options_at: compile options of each IPU.
     """
 
     inputs: Sequence[Stream]
     outputs: Sequence[Stream]
     channels: Mapping[int, Sequence[Stream | Failure]]
+    limited: Sequence[Stream]
     ends: Mapping[int, tuple[Any, Any]]
     options_at: Mapping[int, CompileOptions]
 
@@ -128,8 +131,10 @@ class PlanStreams:
         failures: list[Array] = []
         for ipu, (_, end) in self.ends.items():
             here = [c for c in self.channels[ipu] if not isinstance(c, HostToDeviceStream)]
-            states = run.channels(ipu, [c for c in here if c in shared])
-            found = run.call(end, lambda: "fetches", [run.own_copy(states.transfers(c)) for c in here])
+            limited = [s for s in self.limited if s in self.channels[ipu]]
+            states = run.channels(ipu, [c for c in dict.fromkeys((*here, *limited)) if c in shared])
+            results = [*map(states.transfers, here), *map(states.count, limited)]
+            found = run.call(end, lambda: "fetches", [run.own_copy(array) for array in results])
             streams = [c for c in here if c is not FAILURE]
             transfers |= zip(streams, found[: len(streams)], strict=True)
             failures += found[len(streams) :]

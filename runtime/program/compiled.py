@@ -219,7 +219,7 @@ def end_run(
     """Changed state and fetches after one replica's run."""
     changed = (*(block.repack(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
     for i, stream in enumerate(layout.limited):
-        channels.check_count(stream, i)
+        channels.check_count(i, channels.count(stream), layout.capacity[stream])
     return changed, layout.fetches(channels.results(), layout.channels)
 
 
@@ -237,7 +237,7 @@ def _plan(layout: Layout, steps: HostSteps, executables: Sequence[Any] | None) -
     else:
         pairs = zip(executables[::2], executables[1::2], strict=False)
         ends = dict(zip(with_ends, pairs, strict=False))
-    streams = PlanStreams(layout.used_inputs, layout.outputs, channels, ends, layout.compile_options)
+    streams = PlanStreams(layout.used_inputs, layout.outputs, channels, layout.limited, ends, layout.compile_options)
     plan = Plan(steps, layout.changed, layout.unchanged, buffers, streams)
     if executables is None:
         plan.compile()
@@ -247,13 +247,16 @@ def _plan(layout: Layout, steps: HostSteps, executables: Sequence[Any] | None) -
 
 
 def _channels_in(ipu: int, layout: Layout, steps: HostSteps) -> tuple[Stream | Failure, ...]:
-    """Channels located at an IPU. The failure channel exists wherever a segment performs checks."""
+    """Channels located at an IPU. The failure channel exists wherever a segment performs checks, or transfers are
+    counted."""
     checks = any(FAILURE in segment.channels for segment in steps.segments() if segment.ipu == ipu)
+    checks |= any(layout.homes[stream] == ipu for stream in layout.limited)
     return tuple(c for c in layout.channels if (checks if c is FAILURE else layout.homes[c] == ipu))
 
 
 def _prologue_and_epilogue(layout: Layout, ipu: int, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
-    """Compile prologue and epilogue of a run: initial channel state from feeds, and fetches from final channel state.
+    """Compile prologue and epilogue of a run: initial channel state from feeds, and fetches from final channel state,
+    with the counts of limited streams.
 
     If host arrays have the layout of a stream's transfers, nothing is copied: those of feeds are `None` in the first
     state, for the plan to fill in, and the others are donated.
@@ -267,7 +270,9 @@ def _prologue_and_epilogue(layout: Layout, ipu: int, channels: Sequence[Stream |
     def has_host_layout(channel: Stream | Failure) -> bool:
         return replicas.count == 1 and not isinstance(channel, Failure) and layout.capacity[channel] > 1
 
-    are_donated = all(map(has_host_layout, (c for c in channels if c in layout.outputs)))
+    ended = [c for c in channels if not isinstance(c, HostToDeviceStream)]
+    limited = [s for s in layout.limited if s in channels]
+    are_donated = not limited and all(map(has_host_layout, (c for c in channels if c in layout.outputs)))
 
     def begin_replica(feeds: Sequence[Array]) -> Any:
         states = zip(channels, layout.initial_states(feeds, channels), strict=True)
@@ -282,14 +287,19 @@ def _prologue_and_epilogue(layout: Layout, ipu: int, channels: Sequence[Stream |
     def begin(feeds: Sequence[Array]) -> Any:
         return replicas.vmap_replicas(begin_replica)(layout.replicas_first(feeds, channels))
 
+    def end_replica(results: Sequence[Array]) -> Any:
+        final = Channels({c: (array, 0) for c, array in zip(ended, results, strict=False)})
+        for stream, count in zip(limited, results[len(ended) :], strict=True):
+            final.check_count(layout.limited.index(stream), count, layout.capacity[stream])
+        return layout.fetches(final.results(), channels)
+
     def end(results: Sequence[Array]) -> Any:
-        fetched = replicas.vmap_replicas(lambda results: layout.fetches(results, channels))(results)
-        return layout.transfers_first(fetched, channels)
+        return layout.transfers_first(replicas.vmap_replicas(end_replica)(results), channels)
 
     prologue = jax.jit(begin, out_shardings=replicas.sharding())
     epilogue = jax.jit(end, donate_argnums=0 if are_donated else ())
     target = options.compile_target
-    results = [described_state(c, options)[0] for c in channels if not isinstance(c, HostToDeviceStream)]
+    results = [*(described_state(c, options)[0] for c in ended), *(described_state(s, options)[1] for s in limited)]
     lowered_prologue = lower(lambda: target.lower(prologue, layout.feed_specs(replicas, channels)))
     lowered_epilogue = lower(lambda: target.lower(epilogue, results))
 

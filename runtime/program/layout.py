@@ -103,7 +103,7 @@ class Layout:
         """Set streams, remote buffers, and the failure flag if anything is checked."""
         self.counts = transfers_of(self.main)
         channels = channels_of(self.main)
-        self.limited = () if self.mode == "dispatched" else self._limited(channels)
+        self.limited = self._limited(channels)
         if self.limited and FAILURE not in channels:
             channels = (FAILURE, *channels)
         self.buffers = tuple(c for c in channels if isinstance(c, RemoteBuffer))

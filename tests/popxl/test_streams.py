@@ -187,7 +187,7 @@ def odd_ones(transfers, replicas, way):
     return ir, flags, source, sink
 
 
-@pytest.mark.parametrize("way", ["kept", "inlined"])
+@pytest.mark.parametrize("way", ["kept", "inlined", "dispatched"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_branches_that_are_not_taken_make_no_transfers(replicas, way):
     """What counts is what a run does: two of four branches load and store, and there is room for two."""
@@ -203,6 +203,26 @@ def test_branches_that_are_not_taken_make_no_transfers(replicas, way):
             session.run(too_many)
         taken[3] = False  # fewer than there is room for
         np.testing.assert_array_equal(session.run(feeds)[sink].reshape(2, -1)[0], data[0] * 2)
+
+
+def test_transfers_on_several_ipus_are_counted_together():
+    ir = popxl.Ir()
+    ir.options.placement = "several"
+    ir.num_host_transfers = 3
+    with ir.main_graph, popxl.in_sequence():
+        flags = popxl.h2d_stream((), popxl.bool, "flags")
+        source = popxl.h2d_stream((), F32, "source", num_host_transfers=2)
+        sink = popxl.d2h_stream((), F32, "sink", num_host_transfers=2)
+        nothing = ir.create_graph(lambda: None)
+        for ipu in (0, 1, 0):
+            with popxl.ipu(ipu):
+                doubled = ir.create_graph(lambda: ops.host_store(sink, ops.host_load(source) * 2.0))
+                ops.conditional(ops.host_load(flags), doubled, nothing)
+    with popxl.Session(ir, "ipu_model") as session:
+        for taken in ([True, True, False], [False, True, True], [True, False, True]):
+            np.testing.assert_array_equal(session.run({flags: taken, source: [3.0, 4.0]})[sink], [6, 8])
+        with pytest.raises(PopxlError, match=r"up to 3 transfers of .* in one run, and did here, .* 2 .* at least 3"):
+            session.run({flags: [True, True, True], source: [3.0, 4.0]})
 
 
 # Numbers of their own -------------------------------------------------------------------------------------------------

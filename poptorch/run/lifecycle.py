@@ -347,7 +347,7 @@ class ModelLifecycle(ModelProxy):
 
     @traced("loadStateDict")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load weights into the module, and onto any attached device.
+        """Load weights into the module, and onto any attached device. Wrappers that follow this one receive them, too.
 
         Args:
             state_dict: as for `torch.nn.Module.load_state_dict`.
@@ -359,4 +359,6 @@ class ModelLifecycle(ModelProxy):
         result = self.__getattr__("load_state_dict")(state_dict, strict)
         if self.isAttachedToDevice() or self._signatures is not None:
             self.copyWeightsToDevice()
+        else:
+            self._weights.lazy.mark_news()
         return result

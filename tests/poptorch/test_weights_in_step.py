@@ -327,6 +327,24 @@ def test_inference_follows_what_a_training_is_given(
     assert not caplog.text
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_inference_follows_what_a_training_without_a_device_is_given(
+    is_compiled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Model()
+    model = trained(module)
+    reader = poptorch.inferenceModel(module.eval())
+    if is_compiled:
+        model(X)
+        model.detachFromDevice()
+    assert reader(X).tolist() == [1 - is_compiled] * 2
+    model.load_state_dict({"w": torch.tensor(5.0), "count": torch.tensor(0.0), "scale": torch.tensor(1.0)})
+    assert reader(X).tolist() == [5, 5]
+    model(X)
+    assert reader(X).tolist() == [4, 4]
+    assert not caplog.text
+
+
 def test_a_training_follows_one_that_has_ended() -> None:
     class Both(torch.nn.Module):
         def __init__(self, part: torch.nn.Module) -> None:

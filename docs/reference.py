@@ -21,8 +21,8 @@ PAGES = """
     popxl.ops.collectives popxl.ops.var_updates popxl.ops popxl.transforms popxl.errors popxl.utils popxl.fp8_utils
     popxl popxl.context popxl.op popxl.extend.ops popxl.extend.kernels popxl.extend.graphs popxl.extend.collectives
     popxl.extend.arguments popxl.extend.source popxl.extend.files popxl.extend.processes popxl.extend.sessions
-    popxl.extend.targets popxl.extend.memory popxl.extend.pages popxl.options popxl.random_seed popxl.tensor
-    popxl.testing popxl.base.log popxl.analysis.estimate popxl.analysis.flops popxl.analysis.memory
+    popxl.extend.targets popxl.extend.memory popxl.extend.jax popxl.extend.pages popxl.options popxl.random_seed
+    popxl.tensor popxl.testing popxl.base.log popxl.analysis.estimate popxl.analysis.flops popxl.analysis.memory
 
     popxl_addons.layers popxl_addons.ops popxl_addons.optimizers popxl_addons.transforms popxl_addons
 

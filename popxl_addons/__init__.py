@@ -81,6 +81,7 @@ from popxl_addons.transforms import (
     recompute_graph,
     set_available_memory_proportion_by_ipu,
     set_graph_available_memory_proportion_by_ipu,
+    value_and_grad,
 )
 from popxl_addons.utils import OrderedDict, WeightsDict, duplicate_items, overrides, timer
 from popxl_addons.variable_factory import (
@@ -157,6 +158,7 @@ __all__ = [
     "pad_axis",
     "pipelined_execution",
     "plan_memory",
+    "value_and_grad",
     "print_FLOPs",
     "print_tensor",
     "print_text",

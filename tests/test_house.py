@@ -23,7 +23,8 @@ POPXL = """
     ops.conditional ops.conv ops.negative_log_likelihood ops.repeat ops.utils ops.var_updates initial random_seed
     remote_buffer replica_grouping session streams tensor tensorlocation transforms transforms.autodiff
     transforms.decompose_sum transforms.merge_exchange typing_ utils op options testing
-    extend extend.arguments extend.collectives extend.files extend.graphs extend.kernels extend.memory extend.ops
+    extend extend.arguments extend.collectives extend.files extend.graphs extend.jax extend.kernels extend.memory
+    extend.ops
     extend.pages extend.processes extend.sessions extend.source extend.targets
 """.split()
 ADDONS = """

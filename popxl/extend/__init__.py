@@ -12,6 +12,7 @@ Import the module for the purpose; `import popxl` alone loads none of them. `doc
 - `popxl.extend.pages`: reports that print, and show in notebooks.
 - `popxl.extend.processes`: programs of several processes.
 - `popxl.extend.sessions`: sessions that save and load variables.
+- `popxl.extend.jax`: random keys of JAX as tensors.
 - `popxl.extend.targets`: machines to compile for.
 - `popxl.extend.memory`: budgets of memory, and plans within them.
 """

@@ -9,7 +9,7 @@ Example:
 from popxl.base.memory_requests import MemoryRequest, RequestedMemory, StateLocation, current_request, requesting_memory
 from popxl.core.remote_variables import is_on_host
 from runtime.memory_plans.budget import BudgetedPlan, bytes_of, plan_within
-from runtime.memory_plans.compiled import Compiled, Division, compiled_program
+from runtime.memory_plans.compiled import Compiled, Division, compiled_function, compiled_program
 from runtime.memory_plans.needs import GraphNeeds, OpNeeds, ReplicaExchange
 from runtime.memory_plans.solver import Group, Treatments
 
@@ -28,6 +28,7 @@ __all__ = [
     "current_request",
     "requesting_memory",
     "bytes_of",
+    "compiled_function",
     "compiled_program",
     "is_on_host",
     "plan_within",

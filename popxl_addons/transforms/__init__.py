@@ -17,6 +17,7 @@ from popxl_addons.transforms.batch_serialisation import (
     batch_serialise_non_overlapped,
     batch_serialise_overlapped,
 )
+from popxl_addons.transforms.jax_gradients import ValueAndGrad, value_and_grad
 from popxl_addons.transforms.memory_budget import plan_memory
 from popxl_addons.transforms.memory_plan import (
     Activation,
@@ -54,6 +55,8 @@ __all__ = [
     "enable_fc_pass",
     "pipelined_execution",
     "plan_memory",
+    "value_and_grad",
+    "ValueAndGrad",
     "recompute_graph",
     "remap_grad_info",
     "set_available_memory_proportion_by_ipu",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeGuard
 
 import popxl
@@ -12,6 +13,7 @@ from popxl.extend.memory import (
     Compiled,
     MemoryRequest,
     bytes_of,
+    compiled_function,
     compiled_program,
     plan_within,
     requesting_memory,
@@ -20,7 +22,7 @@ from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
 
 
 def plan_memory(
-    build: Callable[[MemoryPlan | MemoryPolicy], popxl.Ir],
+    build: Callable[[MemoryPlan | MemoryPolicy], popxl.Ir | partial[Any]],
     budget: str | int,
     target: str | popxl.Target | None = None,
     told: Callable[[str], object] = lambda line: None,
@@ -37,8 +39,10 @@ def plan_memory(
     `build` gives its argument to. Each device has a peak within the budget.
 
     Args:
-        build: builds the program with the memory plan or policy that it is given, as `train_step(memory=…)` and
-            `autodiff(memory=…)` take it, and returns its Ir. It is called once for each compilation.
+        build: builds the program with the memory plan or policy that it is given, as `train_step(memory=…)`,
+            `autodiff(memory=…)` and `value_and_grad(memory=…)` take it, and returns its Ir; or a jitted function of JAX
+            with its arguments, as `functools.partial(step, *arguments)`: trees of arrays or `jax.ShapeDtypeStruct`. It
+            is called once for each compilation.
         budget: memory of a device for the program, including its variables: text such as `"14 GB"`, or bytes.
         target: the machine, which need not be here, such as `"gpu h100"`; by default the devices of this host.
         told: function called with a line after each compilation.
@@ -50,8 +54,8 @@ def plan_memory(
         shows them as tables.
 
     Raises:
-        TypeError: if `build` returns no Ir, if it or `told` is no function, or for a budget that is neither text nor an
-            integer.
+        TypeError: if `build` returns neither an Ir nor a partial function, if it or `told` is no function, or for a
+            budget that is neither text nor an integer.
         ValueError: for a budget without a known unit, or not above zero; for fewer than 2 compilations; if `build`
             plans no memory, or gives its argument to fewer models than before, or to some training steps and not to
             others that state no `memory`.
@@ -83,10 +87,13 @@ def plan_memory(
 
     def compiled(request: MemoryRequest) -> Compiled:
         with requesting_memory(*request) as requested:
-            ir = build(requested.request.memory)
-            check_type(ir, popxl.Ir, "plan_memory: what `build` returns", "the Ir of the program")
-            session = popxl.Session(ir, "ipu_hw" if target is None else target)
-        return compiled_program(ir, session.program, requested)
+            program = build(requested.request.memory)
+            if isinstance(program, partial):
+                return compiled_function(program, target, requested)
+            result = "plan_memory: what `build` returns"
+            check_type(program, popxl.Ir, result, "the Ir of a program, or a jitted function with its arguments")
+            session = popxl.Session(program, "ipu_hw" if target is None else target)
+        return compiled_program(program, session.program, requested)
 
     return plan_within(compiled, size, told, compilations)
 

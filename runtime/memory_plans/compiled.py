@@ -7,6 +7,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
+
 from popxl.analysis.memory import Memory
 from popxl.base.memory_requests import RequestedMemory, StateLocation
 from popxl.core.recording import Op
@@ -15,11 +17,13 @@ from popxl.ir import Ir
 from runtime.costs.cost import Cost
 from runtime.costs.memory import memory_of_ipus, memory_of_program
 from runtime.costs.program_cost import cost_of
+from runtime.jax_analysis import analyze
 from runtime.memory_plans.models import PlannedModels
 from runtime.memory_plans.needs import GraphNeeds
 from runtime.memory_plans.solver import Release, keep_all
 from runtime.program.compiled import CompiledProgram
-from runtime.targets.chip import Chip
+from runtime.targets.chip import Chip, of_device
+from runtime.targets.offline import Target
 
 RELEASES: Mapping[str, Release] = {"inlined": "read", "rolled": "loop", "batched": "loop"}
 """Release of activations, by mode of called graphs; in other modes, memory is free after a call."""
@@ -64,6 +68,7 @@ class Compiled(NamedTuple):
         fuses_factors: whether products compute their factors from operands in memory: on TPUs.
         chosen_mode: mode of called graphs, if it was chosen as the fastest one.
         bytes_of_ipus: memory of each IPU, if several IPUs are separate devices.
+        sharing_devices: number of devices that divide each value among them.
     """
 
     ir: Ir
@@ -78,6 +83,7 @@ class Compiled(NamedTuple):
     fuses_factors: bool = False
     chosen_mode: str | None = None
     bytes_of_ipus: Mapping[int, int] = MappingProxyType({})
+    sharing_devices: int = 1
 
     @property
     def needs(self) -> Sequence[GraphNeeds]:
@@ -86,6 +92,7 @@ class Compiled(NamedTuple):
         if self.updates_early:
             needs = [g.with_early_updates() for g in needs]
         needs = [g.with_fused_factors() for g in needs] if self.fuses_factors else needs
+        needs = [g.divided(self.sharing_devices) for g in needs] if self.sharing_devices > 1 else needs
         return self._on_devices(needs) if len(self.bytes_of_ipus) > 1 else needs
 
     def _on_devices(self, needs: Sequence[GraphNeeds]) -> list[GraphNeeds]:
@@ -147,7 +154,45 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
     )
 
 
-def _planned_models(ir: Ir, requested: RequestedMemory) -> PlannedModels:
+def compiled_function(function: Any, target: Target | str | None, requested: RequestedMemory) -> Compiled:
+    """Compiled JAX function, with the data for the plan search.
+
+    Args:
+        function: jitted function with its arguments, a `functools.partial`. It calls `popxl_addons.value_and_grad`.
+        target: the machine; the local devices by default.
+        requested: request under which it is traced.
+
+    Raises:
+        ValueError: as for `compiled_program`; if the function has several such gradients.
+    """
+    target = Target(target) if isinstance(target, str) else target
+    analysis = analyze(function.func, *function.args, target=target, **function.keywords)
+    irs = [*dict.fromkeys(each.model.ir for each in requested.applied)]
+    planned = _planned_models(irs[-1] if irs else None, requested)  # JAX may trace a function several times
+    if len({str(each.plan) for each in requested.applied}) > 1:
+        raise ValueError(
+            f"plan_memory: {analysis.name} calls `value_and_grad` for {len(irs)} functions, or with different "
+            "arguments; expected one. Give the argument of `build` to one of them, and a policy or plan to the others."
+        )
+    device = jax.devices()[0] if target is None else target.devices[0]
+    platform = device.platform
+    release: Release = "read" if planned.are_whole or platform != "cpu" else "call"
+    return Compiled(
+        irs[-1],
+        analysis.memory,
+        analysis.cost,
+        of_device(device.device_kind) if target is None else target.chip,
+        frozenset(),
+        release,
+        (IN_ONE_PIECE,),
+        planned,
+        updates_early=platform != "cpu",
+        fuses_factors=platform == "tpu",
+        sharing_devices=1 if analysis.is_replicated else analysis.devices,
+    )
+
+
+def _planned_models(ir: Ir | None, requested: RequestedMemory) -> PlannedModels:
     """Models of a program that the requested plan was applied to."""
     asked = requested.request.memory
     in_program = [each for each in requested.applied if each.model.ir is ir]
@@ -159,9 +204,10 @@ def _planned_models(ir: Ir, requested: RequestedMemory) -> PlannedModels:
     if not applied:
         raise ValueError(
             "plan_memory: the program applies 0 memory plans; expected one. Give `memory` to each "
-            "`train_step` or `autodiff` of the program. A `poptorch.trainingModel` applies one where it is compiled, "
-            "unless its model has checkpoints, or its options recompute (`autoRecomputation`, a pipeline). Nothing "
-            "runs, so a program has to train before it runs anything else."
+            "`train_step`, `autodiff` or `value_and_grad` of the program, and build it anew for each plan. A "
+            "`poptorch.trainingModel` applies one where it is compiled, unless its model has checkpoints, or its "
+            "options recompute (`autoRecomputation`, a pipeline). Nothing runs, so a program has to train before it "
+            "runs anything else."
         )
     stated = applied[0].memory
     if asked != stated and (isinstance(asked, str) or isinstance(stated, str)):

@@ -85,6 +85,11 @@ class OpNeeds:
         network = 0.0 if chip is None else sum(each.seconds(chip) for each in self.exchanges)
         return self.products / flops + self.bytes / memory_bandwidth(chip) + network
 
+    def divided(self, devices: int) -> OpNeeds:
+        """The part of the op that each of several devices computes."""
+        fused_bytes = None if self.fused_bytes is None else self.fused_bytes // devices
+        return replace(self, products=self.products // devices, bytes=self.bytes // devices, fused_bytes=fused_bytes)
+
     def with_fused_factors(self) -> OpNeeds:
         """The same op on devices whose products compute their factors from operands in memory."""
         return self if self.fused_bytes is None else replace(self, is_fused=True, bytes=self.fused_bytes)
@@ -134,6 +139,17 @@ class GraphNeeds:
     ended_models: frozenset[str] = frozenset()
     ipus: frozenset[int] = frozenset()
     device_bytes: float = 0.0
+
+    def divided(self, devices: int) -> GraphNeeds:
+        """The part of each of several devices that divide all values."""
+        return replace(
+            self,
+            bytes={path: size // devices for path, size in self.bytes.items()},
+            ops=tuple(op.divided(devices) for op in self.ops),
+            steps=tuple(size // devices for size in self.steps),
+            gradients=self.gradients // devices,
+            waiting_gradients=self.waiting_gradients // devices,
+        )
 
     def with_fused_factors(self) -> GraphNeeds:
         """The same graph on devices whose products compute their factors from operands in memory."""

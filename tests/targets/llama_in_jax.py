@@ -88,13 +88,17 @@ def block(x: Array, p: Tree, config: LanguageConfig, attend: Callable[..., Array
     return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
 
 
-def step(config: LanguageConfig, way: str, rows: NamedSharding) -> Callable[..., Any]:
+def step(
+    config: LanguageConfig, way: str, rows: NamedSharding, value_and_grad: Callable[..., Any] = jax.value_and_grad
+) -> Callable[..., Any]:
     """A step of AdamW in bfloat16, of float32 parameters.
 
     Args:
         config: the model.
-        way: "unrolled", "scan", or "scan, checkpoint"; of these for GPUs also "unrolled, cuDNN", and so on.
+        way: "unrolled", "scan", or "scan, checkpoint"; of these for GPUs also "unrolled, cuDNN", and so on. "products"
+            after "checkpoint" is its policy; in "unrolled, jitted" a layer is a jitted function.
         rows: how the texts of a batch are divided among devices, and what layers make of them.
+        value_and_grad: transform of the loss.
     """
     attend: Callable[..., Array] = partial(jax.nn.dot_product_attention, is_causal=True)
     if "cuDNN" in way:
@@ -105,7 +109,10 @@ def step(config: LanguageConfig, way: str, rows: NamedSharding) -> Callable[...,
     def turn(x: Array, p: Tree) -> Array:
         return block(jax.lax.with_sharding_constraint(x, rows), p, config, attend)
 
-    turn = jax.checkpoint(turn) if "checkpoint" in way else turn
+    policies = jax.checkpoint_policies
+    policy = policies.dots_with_no_batch_dims_saveable if "products" in way else policies.nothing_saveable
+    turn = jax.checkpoint(turn, policy=policy) if "checkpoint" in way else turn
+    turn = jax.jit(turn) if "jitted" in way else turn
 
     def loss(parameters: Tree, tokens: Array) -> Array:
         p = jax.tree.map(lambda w: w.astype(jnp.bfloat16), parameters)
@@ -122,7 +129,7 @@ def step(config: LanguageConfig, way: str, rows: NamedSharding) -> Callable[...,
 
     def step(state: Any, tokens: Array) -> tuple[Any, Array]:
         parameters, moments = state
-        value, gradients = jax.value_and_grad(loss)(parameters, tokens)
+        value, gradients = value_and_grad(loss)(parameters, tokens)
         updates, moments = optimizer.update(gradients, moments, parameters)
         return (optax.apply_updates(parameters, updates), moments), value
 

@@ -128,8 +128,8 @@ def ours(sizes: Sizes, calls: Any, target: str, **how: Any) -> Found:
     return Found(session.report.calls, cost.bytes_accessed, cost.kernels, cost.cycles or 0, cost.temporary_bytes, sent)
 
 
-def in_jax(sizes: Sizes, way: str, target: str) -> Found:
-    """That of `llama_in_jax`."""
+def jitted_step(sizes: Sizes, way: str, target: str, **settings: Any) -> tuple[Any, Any]:
+    """The step of `llama_in_jax`, jitted, and its arguments as types."""
     devices = popxl.Target(target).devices
     mesh = Mesh(np.asarray(devices), ("data",))
     tokens = jax.ShapeDtypeStruct((len(devices) * sizes.texts, sizes.length + 1), jnp.int32)
@@ -139,9 +139,15 @@ def in_jax(sizes: Sizes, way: str, target: str) -> Found:
     given = jax.tree.map(
         lambda t, where: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=where), (whole, tokens), (shardings, rows)
     )
-    step = llama_in_jax.step(sizes.config, way, rows)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())))
-    platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
+    step = llama_in_jax.step(sizes.config, way, rows, **settings)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, PartitionSpec()))), given
+
+
+def in_jax(sizes: Sizes, way: str, target: str) -> Found:
+    """That of `llama_in_jax`."""
+    jitted, given = jitted_step(sizes, way, target)
+    (device, *_) = popxl.Target(target).devices
+    platform = "cuda" if device.platform == "gpu" else device.platform
     compiled = jitted.trace(*given).lower(lowering_platforms=(platform,)).compile()
     account = account_of(parse_hlo(compiled.as_text()))
     work, temporaries = account.total, compiled.memory_analysis().temp_size_in_bytes

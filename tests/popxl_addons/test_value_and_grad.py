@@ -1,0 +1,270 @@
+"""`value_and_grad` beside `jax.value_and_grad`: numbers, trees, plans and budgets; the errors of bad input."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import popxl
+import popxl_addons as addons
+from popxl.errors import PopxlError
+
+POLICIES = ("everything", "products", "nothing")
+
+
+def randoms(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 1, shape).astype(np.float32)
+
+
+@jax.jit
+def layer(x: Any, w: Any, b: Any) -> Any:
+    return jnp.tanh(x @ w + b)
+
+
+def loss(params: Any, x: Any, rows: Any, layers: int = 2) -> Any:
+    for _ in range(layers):
+        x = layer(x, params["w"], params["b"])
+    return jnp.mean((x - params["w"][rows]) ** 2)
+
+
+def scanned(weights: Any, x: Any) -> Any:
+    return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w, 0.0), x), x, weights)[0] ** 2)
+
+
+PARAMS = {"w": randoms(3, 3), "b": randoms(3, seed=1), "unused": randoms(2)}
+X, ROWS = randoms(4, 3, seed=2), np.array([0, 1, 2, 0], np.int32)
+KEY = jax.random.key(3)
+COMPLEX = randoms(3, 3) + 1j * randoms(3, 3, seed=1)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(np.asarray(a, np.complex64), np.asarray(b, np.complex64), rtol=2e-5, atol=1e-5)
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "tree": (loss, (PARAMS, X, ROWS), {}),
+    "several": (loss, (PARAMS, X, ROWS), {"argnums": (1, 0)}),
+    "one of several": (loss, (PARAMS, X, ROWS), {"argnums": (-2,)}),
+    "others": (
+        lambda p, x, rows: (loss(p, x, rows), {"x": x, "sum": x.sum()}),
+        (PARAMS, X, ROWS),
+        {"has_aux": True},
+    ),
+    "loop": (scanned, (randoms(5, 3, 3), X), {}),
+    "branches": (lambda w, x: jax.lax.cond(x.sum() > 0, lambda: jnp.sum(w**2), lambda: jnp.sum(w)), (X, X), {}),
+    "checkpoint": (
+        lambda p, x: jnp.sum(jax.checkpoint(partial(layer, b=p["b"]))(x, p["w"])),
+        (PARAMS, X),
+        {},
+    ),
+    "own rule": (lambda w, x: jnp.sum(jax.nn.relu(x @ w)), (randoms(3, 3), X), {}),
+    "itself": (lambda p: p, (jnp.float32(3.0),), {}),
+    "number": (lambda p: p * p, (3.0,), {}),
+    "constant": (lambda p: jnp.float32(2.0), (X,), {}),
+    "bfloat16": (lambda w: jnp.mean(w**2), (jnp.asarray(X, jnp.bfloat16),), {}),
+    "complex": (lambda w, x: jnp.sum(jnp.real(jnp.exp(w * w) * x)), (COMPLEX, randoms(3, 3, seed=4)), {}),
+    "key": (
+        lambda w, key: (jnp.sum(w * jax.random.normal(key, w.shape)), jax.random.split(key)),
+        (X, KEY),
+        {"has_aux": True},
+    ),
+    "closure": (lambda w: jnp.sum(w * jax.random.normal(KEY, w.shape) * X), (X,), {}),
+}
+
+
+@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_numbers_and_trees(name: str, memory: str) -> None:
+    function, arguments, settings = FUNCTIONS[name]
+    found = jax.jit(addons.value_and_grad(function, memory=memory, **settings))(*arguments)
+    assert_same(found, jax.jit(jax.value_and_grad(function, **settings))(*arguments))
+
+
+def test_arguments_that_are_no_arrays() -> None:
+    gradient = addons.value_and_grad(loss)
+    assert_same(gradient(PARAMS, X, rows=ROWS, layers=3), jax.value_and_grad(loss)(PARAMS, X, rows=ROWS, layers=3))
+    assert gradient.__name__ == "loss"
+
+
+@pytest.mark.parametrize("memory", POLICIES)
+def test_inside_of_other_transforms(memory: str) -> None:
+    def closes_over_tracers(value_and_grad: Any) -> Any:
+        return jax.jit(lambda p, x, rows: value_and_grad(lambda p: loss(p, x, rows))(p))(PARAMS, X, ROWS)
+
+    def accumulated(value_and_grad: Any) -> Any:
+        def add(total: Any, batch: Any) -> Any:
+            return jax.tree.map(jnp.add, total, value_and_grad(loss)(PARAMS, *batch)[1]), None
+
+        batches = np.stack([X, 2 * X]), np.stack([ROWS, ROWS])
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, PARAMS), batches)[0]
+
+    def of_each_sample(value_and_grad: Any) -> Any:
+        return jax.vmap(value_and_grad(loss), (None, 0, 0))(PARAMS, X[:, None], ROWS[:, None])
+
+    def second_derivative(value_and_grad: Any) -> Any:
+        return jax.jacrev(lambda weights: value_and_grad(scanned)(weights, X)[1])(randoms(2, 3, 3))
+
+    for use in (closes_over_tracers, accumulated, of_each_sample, second_derivative):
+        assert_same(use(partial(addons.value_and_grad, memory=memory)), use(jax.value_and_grad))
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+WEIGHTS = [(randoms(16, 64, seed=i) / 8, randoms(64, 16, seed=i) / 8) for i in range(8)]
+BATCH = randoms(256, 16)
+
+
+@jax.jit
+def block(x: Any, up: Any, down: Any) -> Any:
+    return x + jnp.tanh(jnp.exp(jnp.sin(x @ up))) @ down
+
+
+def of_blocks(weights: Any, x: Any) -> Any:
+    for up, down in weights:
+        x = block(x, up, down)
+    return jnp.mean(x**2)
+
+
+def step_with(memory: Any) -> Any:
+    @partial(jax.jit, donate_argnums=0)
+    def step(weights: Any, x: Any) -> Any:
+        value, gradients = addons.value_and_grad(of_blocks, memory=memory)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    return partial(step, WEIGHTS, BATCH)
+
+
+def test_a_policy_recomputes() -> None:
+    def temporaries(memory: str) -> int:
+        gradient = jax.jit(addons.value_and_grad(of_blocks, memory=memory))
+        return gradient.lower(WEIGHTS, BATCH).compile().memory_analysis().temp_size_in_bytes
+
+    everything, products, nothing = map(temporaries, POLICIES)
+    assert nothing < 0.35 * everything and nothing < products < 0.6 * everything
+    gradient = addons.value_and_grad(of_blocks, memory="products")
+    assert gradient.plan is None
+    gradient(WEIGHTS, BATCH)
+    (graph,) = gradient.plan.graphs
+    assert (graph.graph, graph.calls, graph.paths("keep")) == ("block", 8, ("dot_general_out",))
+
+
+def test_a_budget_of_a_step() -> None:
+    whole = popxl.analyze(step_with("everything").func, WEIGHTS, BATCH).memory.device
+    found = addons.plan_memory(step_with, whole * 2 // 3)
+    assert found.everything.device == whole
+    assert 0.8 * found.budget < found.peak <= found.budget and found.plan.bytes("recompute") > 0
+    applied = popxl.analyze(step_with(found.plan).func, WEIGHTS, BATCH)
+    assert applied.memory.device == found.peak
+    step = step_with(found.plan)
+    weights, value = step.func(*jax.tree.map(jnp.array, step.args))
+    expected, gradients = jax.value_and_grad(of_blocks)(WEIGHTS, BATCH)
+    assert_same(value, expected)
+    assert_same(weights, jax.tree.map(lambda w, g: w - 0.1 * g, WEIGHTS, gradients))
+
+
+def test_a_budget_of_the_gradient_alone() -> None:
+    whole = popxl.analyze(jax.jit(addons.value_and_grad(of_blocks)), WEIGHTS, BATCH).memory.device
+    gradient = addons.value_and_grad(of_blocks, memory=f"{whole * 0.7:.0f} B")
+    traced = jax.jit(gradient)
+    assert_same(traced(WEIGHTS, BATCH), jax.value_and_grad(of_blocks)(WEIGHTS, BATCH))
+    assert popxl.analyze(traced, WEIGHTS, BATCH).memory.device <= 0.7 * whole
+    assert gradient.plan.budget == round(0.7 * whole) and gradient.plan.bytes("recompute") > 0
+
+
+def test_a_plan_from_a_file(tmp_path: Any) -> None:
+    gradient = addons.value_and_grad(of_blocks)
+    gradient(WEIGHTS, BATCH)
+    gradient.plan.with_treatments("recompute", "tanh*", "exp*", calls=slice(4)).write_json(tmp_path / "plan.json")
+    planned = addons.value_and_grad(of_blocks, memory=addons.MemoryPlan.read_json(tmp_path / "plan.json"))
+    assert_same(planned(WEIGHTS, BATCH), jax.value_and_grad(of_blocks)(WEIGHTS, BATCH))
+    assert [graph.calls for graph in planned.plan.graphs] == [4, 4]
+
+
+# Several devices -----------------------------------------------------------------------------------------------------
+
+
+def test_several_devices() -> None:
+    spec = jax.sharding.PartitionSpec
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            weights, batch = jax.device_put((WEIGHTS, BATCH), jax.NamedSharding(mesh, spec("data")))
+            found = jax.jit(addons.value_and_grad(of_blocks, memory="nothing"))(weights, batch)
+            assert_same(found, jax.value_and_grad(of_blocks)(WEIGHTS, BATCH))
+            if kind is jax.sharding.AxisType.Explicit:
+                assert jax.typeof(found[1][0][0]).sharding.spec == spec("data", None)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = partial(jax.shard_map, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())
+
+    def outside(weights: Any, x: Any) -> Any:
+        return split(lambda weights, x: jax.lax.pmean(of_blocks(weights, x), "data"))(weights, x)
+
+    def inside(weights: Any, x: Any) -> Any:
+        return jax.lax.pmean(addons.value_and_grad(of_blocks, memory="nothing")(weights, x), "data")
+
+    expected = jax.value_and_grad(of_blocks)(WEIGHTS, BATCH)
+    assert_same(jax.jit(addons.value_and_grad(outside, memory="nothing"))(WEIGHTS, BATCH), expected)
+    assert_same(jax.jit(split(inside, check_vma=False))(WEIGHTS, BATCH), expected)
+    with pytest.raises(NotImplementedError, match="inside of `jax.shard_map`.*check_vma=False"):
+        jax.jit(split(inside))(WEIGHTS, BATCH)
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda f: f(3), TypeError, "value_and_grad: `fn` must be a function; got 3 (int)."),
+        (
+            lambda f: f(loss, argnums="a"),
+            TypeError,
+            "`argnums` must be a position, or several; got 'a'",
+        ),
+        (lambda f: f(loss, argnums=3)(PARAMS, X, ROWS), ValueError, "called with 3 positional arguments; 3 is none"),
+        (
+            lambda f: f(loss, argnums=2)(PARAMS, X, ROWS),
+            TypeError,
+            "the argument `rows` of `loss` is int32[4]",
+        ),
+        (lambda f: f(layer)(X, PARAMS["w"], 0.0), TypeError, "`layer` returns float32[4,3]; expected a scalar"),
+        (lambda f: f(lambda x: (x.sum(), 1))(X), TypeError, "beside it needs `has_aux=True`"),
+        (lambda f: f(lambda x: x.sum(), has_aux=True)(X), TypeError, "expected a pair with `has_aux`"),
+        (lambda f: f(lambda x: x.sum().astype(int))(X), TypeError, "returns int32[]; expected a scalar of a float"),
+        (lambda f: f(loss, memory="some")(PARAMS, X, ROWS), ValueError, "memory: expected a MemoryPlan, or one of"),
+        (lambda f: f(loss, memory=0)(PARAMS, X, ROWS), ValueError, "value_and_grad: `memory` is 0; expected more than"),
+        (lambda f: f(loss, memory="10 B")(PARAMS, X, ROWS), PopxlError, "memory: no plan was found within 10 B"),
+    ],
+)
+def test_bad_input(call: Callable[..., Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        call(addons.value_and_grad)
+
+
+def test_functions_that_cannot_be_planned() -> None:
+    @jax.jit
+    def with_two(memory: Any, weights: Any, x: Any) -> Any:
+        first = addons.value_and_grad(of_blocks, memory=memory)(weights, x)
+        return first, addons.value_and_grad(lambda x: jnp.sum(jnp.sin(block(x, *weights[0]))), memory=memory)(x)
+
+    def build(memory: Any) -> Any:
+        return partial(jax.jit(partial(with_two.__wrapped__, memory)), WEIGHTS, BATCH)
+
+    with pytest.raises(ValueError, match="calls `value_and_grad` for 2 functions"):
+        addons.plan_memory(build, "1 MB")
+    with pytest.raises(ValueError, match="applies 0 memory plans.*value_and_grad"):
+        addons.plan_memory(lambda memory: partial(jax.jit(of_blocks), WEIGHTS, BATCH), "1 MB")
+    with pytest.raises(TypeError, match="what `build` returns"):
+        addons.plan_memory(lambda memory: of_blocks, "1 MB")

@@ -54,7 +54,7 @@ def _by_tensor(t: Tensor, key: Tensor) -> Tensor:
         return gather(t, key)
     if key.dtype is not dtypes.bool:
         raise _bad_key(t, key)
-    with taken_back_on_failure(constant(0, t.dtype)) as zero:
+    with taken_back_on_failure(constant(0.0, t.dtype)) as zero:
         return where(key, t, zero)
 
 

@@ -65,6 +65,14 @@ def test_there_and_back(f8) -> None:
         np.testing.assert_array_equal(found.view(np.uint8), every.view(np.uint8))
 
 
+@F8
+def test_masks_choose_elements(f8) -> None:
+    data = host_pow2scale_cast_to_fp8(np.array([1, -2, 3, np.nan], np.float16), f8, 0)
+    mask = np.array([True, True, False, True])
+    (found,) = evaluate(lambda t: t[mask], data)
+    np.testing.assert_array_equal(found.view(np.uint8), np.where(mask, data.view(np.uint8), 0))
+
+
 def test_products_are_exact_where_float16_is() -> None:
     """All pairs of numbers of both formats, as products of columns and rows."""
     every = [np.arange(256, dtype=np.uint8).view(f8.as_numpy()) for f8 in (popxl.float8_143, popxl.float8_152)]

@@ -70,6 +70,7 @@ def compiling(ir: Ir, device: Device, mode: str, prints: bool = False, is_serial
     if path is None:
         yield bool(jax.config.values["jax_compilation_cache_dir"])
         return
+    _ = CompileTarget(device.jax_devices).compile_options  # the first time, XLA compiles a probe: not of this program
     with _jax_cache(cached) as entries:
         yield bool(cached)
     if entries.keys() != cached.keys():

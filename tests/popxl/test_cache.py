@@ -16,6 +16,7 @@ from popxl import ops
 from popxl.base import log
 from popxl.base.container import pack, unpack
 from popxl.op import OpKind
+from runtime.cpu import flags
 from runtime.files.cache import KIND, cache_mode, cached_mode
 from runtime.plan import structure
 from runtime.targets.devices import find_device
@@ -113,6 +114,16 @@ def test_the_second_session_compiles_nothing(kind, session, folder):
     (loaded,) = [line.split(" ")[-1] for line in lines if "Loading serialized PopART executable" in line]
     assert listed == [str(file)] == [loaded]
     assert files(folder) == [file]
+
+
+def test_a_file_is_enough_for_a_new_process_whichever_program_wrote_it(folder, session):
+    """What XLA compiles once a process, to know its options, is in no file."""
+    session(Program(step=0.25))
+    session(Program())  # the second of its process
+    flags.compile_options.cache_clear()  # as in a new one
+    lines, _, found = session(Program())
+    assert found and any("Loading serialized" in line for line in lines)
+    assert not any("Ignoring cache file" in line for line in lines) and len(files(folder)) == 2
 
 
 @pytest.mark.here

@@ -162,6 +162,7 @@ class OptimizerState:
         """Refresh `optimizer.state` from the program, if outdated."""
         if self._mirror is None or self._program is None:
             return
+        self._complete()
         self.device.refresh()
         content = self.device.content["ipu_state"]
         if content is self._mirrored or content is None:
@@ -170,8 +171,16 @@ class OptimizerState:
             self._mirror.show(parameter, own)
         self._mirrored = content
 
+    def _complete(self) -> None:
+        """Add the program's values to a pending copy without some tensors."""
+        if self.device.pending and self._program is not None and not self._is_offline:
+            state = self._program.completed(self.device.state)
+            if state.keys() != self.device.state.keys():
+                self.device.load(state)
+
     def steps(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Number of completed steps of each parameter."""
+        self._complete()
         loaded, state = self.device.state if self.device.pending else {}, self._optimizer.state
         steps = dict.fromkeys(parameters, 0.0)
         for name, parameter in parameters.items():

@@ -80,6 +80,13 @@ class ProgramState:
             dtypes = {name: variables[name].dtype.as_numpy() for name in arrays}
             self._compiled.write_state({name: array.astype(dtypes[name]) for name, array in arrays.items()})
 
+    def completed(self, state: State) -> State:
+        """State with the program's values for tensors that it lacks; step counts only if it has none."""
+        is_counted = any(name.startswith(STEP) for name in state)
+        lacking = [n for n in self.names if n not in state and not (is_counted and n.startswith(STEP))]
+        own = self.current_state()["ipu_state"] if lacking else {}
+        return {**state, **{name: own[name] for name in lacking}}
+
     def matching(self, state: State) -> State:
         """Subset of another program's state that fits this one by name and shape; step counts always fit."""
         shapes = {name: variable.shape_on_host for name, variable in self._compiled.io.state.items()}

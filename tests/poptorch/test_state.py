@@ -112,6 +112,26 @@ def test_missing_names_keep_what_the_device_has() -> None:
     assert merged["Step"].item() == 2
 
 
+def test_a_loaded_state_without_step_counts_keeps_those_of_the_program() -> None:
+    class Two(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = torch.nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return poptorch.identity_loss(((self.w + self.b) * x).sum(), "sum")
+
+    _, optimizer, model = wrapped(lambda p: optim.Adam(p, lr=0.1, betas=(0.5, 0.5)), Two())
+    model(X)
+    model(X)
+    optimizer.load_state_dict(optimizer.state_dict() | {"ipu_state": {"Accl1___w": torch.zeros(3)}})
+    model(X)
+    merged = optimizer.state_dict()["ipu_state"]
+    assert merged["Step"].item() == 3
+    for name, expected in {"Accl1___w": 0.5 * X[0], "Accl1___b": 0.875 * X[0], "Accl2___w": 0.875 * X[0] ** 2}.items():
+        torch.testing.assert_close(merged[name], expected)
+
+
 def test_state_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     _, optimizer, model = wrapped(lambda p: optim.Adam(p, lr=0.1))
     model(X)

@@ -8,8 +8,9 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,10 @@ def function_of(description: str) -> tuple[str, str]:
     return (file, name) if colon and file.endswith(".py") and name.isidentifier() else (description, "")
 
 
+_KITS = ("popxl_addons", "poptorch")
+"""Packages that declare ops of saved programs, by keys that begin with the name of the package."""
+
+
 def _costs(description: str, target: Target | None) -> list[Cost]:
     """Costs of a program's sessions, of its JAX function, of a saved program, or in a file.
 
@@ -273,11 +278,16 @@ def _costs(description: str, target: Target | None) -> list[Cost]:
     file = Path(name)
     if not file.is_file():
         raise PopxlError(f"{name!r} is not a file; expected a program, one that was saved, or a JSON file of costs.")
-    if file.suffix == ".json":
+    content = file.read_bytes()
+    if file.suffix == ".json" and not is_packed(content):
         return [read_budget(file)]
-    if is_packed(file.read_bytes()):
+    if content.startswith(b"{"):  # a program, of earlier versions as well; no Python file begins so
+        for kit in _KITS:
+            if f'"{kit}.'.encode() in content:
+                with suppress(ImportError):  # of PyTorch: then loading says which op is missing
+                    import_module(kit)
         ir = Ir.load(file)
-        return [(Session(ir) if target is None else Session(ir, target)).cost()]
+        return [Session(ir, target or "ipu_model").cost()]  # on the CPUs, however many replicas there are
     if function and target is not None:
         ask_for_cpu_devices(target.count)
     with redirect_stdout(StringIO()):

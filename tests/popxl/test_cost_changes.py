@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -186,4 +188,41 @@ def test_diff_of_saved_programs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "lower.py" not in said
     assert main(["diff", "--exit-code", *files]) == 1
     assert main(["diff", "--exit-code", files[0], files[0]]) == 0
+    assert "Nothing changed." in capsys.readouterr().out
+
+
+SAVES_A_STEP = """
+import sys
+import numpy as np
+import popxl
+import popxl_addons as addons
+from popxl import ops
+
+
+class Model(addons.Module):
+    def build(self, x):
+        return ops.mean(x @ self.add_variable_input("w", lambda: np.ones((4, 2)), x.dtype))
+
+
+ir = popxl.Ir(replication=2)
+with ir.main_graph:
+    x = popxl.h2d_stream((3, 4), popxl.float32, "x")
+    addons.train_step(Model(), x, optimizer=lambda *args, **kwargs: addons.optimizers.adamw(*args, lr=1e-3, **kwargs))
+ir.save(sys.argv[1])
+"""
+
+
+def test_diff_of_saved_programs_of_a_kit(tmp_path: Path) -> None:
+    """With replicas, and ops that `popxl_addons` declares, which the command imports by itself."""
+    file = str(tmp_path / "step.json")  # a name as of costs
+    assert subprocess.run([sys.executable, "-c", SAVES_A_STEP, file], check=False).returncode == 0
+    command = [sys.executable, "-m", "popxl", "diff", file, file]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "Nothing changed." in done.stdout
+
+
+def test_diff_of_programs_of_earlier_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such files are text, and no Python."""
+    files = [str(Path(__file__).with_name("earlier_files") / f"format_{i}.popxl") for i in (1, 2)]
+    assert main(["diff", *files]) == 0
     assert "Nothing changed." in capsys.readouterr().out

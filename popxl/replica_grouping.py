@@ -267,6 +267,14 @@ def sharing_of(ir: "Ir", group: "Groups | None", what: str) -> ReplicaGrouping:
     return grouping
 
 
+def with_later_replicas(grouping: ReplicaGrouping) -> ReplicaGrouping:
+    """A grouping; or, if it has one group, and the number of replicas of the Ir was set later, one group of all."""
+    ir = grouping._ir_ref()
+    if ir is None or grouping.num_groups > 1 or grouping.group_size == ir.replication_factor:
+        return grouping
+    return ir.replica_grouping()
+
+
 def plain_grouping(num_replicas: int, stride: int, group_size: int) -> ReplicaGrouping:
     """A constant grouping without an Ir."""
     return _constant(_of_no_ir, num_replicas, stride, group_size)

@@ -18,6 +18,7 @@ import numpy as np
 from popxl.base.copies import CopyIsSelf
 from popxl.core import refused_conversions
 from popxl.errors import PopxlError, UndefinedValue
+from popxl.replica_grouping import ReplicaGrouping, with_later_replicas
 from popxl.tensorlocation import ON_DEVICE, LocationInfo, TileSet
 from popxl.values.shapes import integer, one_axis
 from popxl.values.spec import TensorSpec
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from popxl.initial import Initial
     from popxl.ir import Ir
     from popxl.operators import Operators
-    from popxl.replica_grouping import ReplicaGrouping
 else:
     Operators = object  # ops need tensors, so `popxl.operators` gives the class its operators later
 
@@ -346,7 +346,6 @@ class Variable(Tensor, tensor_type="Variable"):
         data: host copy: the initial value, and later the result of the last transfer or write. A value that is only
             described is made on first access.
         initial: description of the initial value, until `data` is first accessed; else `None`.
-        replica_grouping: groups of replicas that share one value.
         retrieval_mode: replicas whose values are read back: `"one_per_group"` or `"all_replicas"`.
         location_info: whether the variable is in a remote buffer, and whether it is sharded.
         piece: tensor that programs use in place of a sharded variable: the shard of a replica.
@@ -355,16 +354,16 @@ class Variable(Tensor, tensor_type="Variable"):
     __slots__ = (
         "_data",
         "_group_axis",
+        "_replica_grouping",
         "initial",
         "location_info",
         "piece",
-        "replica_grouping",
         "retrieval_mode",
     )
 
     _data: np.ndarray | None
+    _replica_grouping: ReplicaGrouping
     initial: Initial | None
-    replica_grouping: ReplicaGrouping
     retrieval_mode: str
     location_info: LocationInfo
     piece: Tensor | None
@@ -395,6 +394,15 @@ class Variable(Tensor, tensor_type="Variable"):
     def set_initial(self, initial: Initial) -> None:
         """Describe the initial value, in place of a host copy."""
         self._data, self.initial = None, initial
+
+    @property
+    def replica_grouping(self) -> ReplicaGrouping:
+        """Groups of replicas that share one value."""
+        return with_later_replicas(self._replica_grouping)
+
+    @replica_grouping.setter
+    def replica_grouping(self, grouping: ReplicaGrouping) -> None:
+        self._replica_grouping = grouping
 
     @property
     def on_replica(self) -> Tensor:

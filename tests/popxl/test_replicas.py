@@ -376,3 +376,21 @@ def test_what_is_exchanged_in_a_graph_and_around_it_is_in_order(kind: str) -> No
                 apart = [t for t in found if t not in needed[name] and name not in needed[t] and t != name]
                 assert not apart, f"{apart} and {name} are begun at once"
     assert compared
+
+
+def test_variables_made_before_the_number_of_replicas_is_set() -> None:
+    """One value is every replica's, however many there are in the end."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        buffer = popxl.remote_buffer((2,), popxl.float32)
+        stored = popxl.remote_variable([1.0, 2.0], buffer)
+        counts = popxl.variable(0.0, retrieval_mode="all_replicas")
+        source = popxl.h2d_stream((), popxl.float32)
+        ops.remote_store(buffer, 0, ops.remote_load(buffer, 0) + 1.0)
+        ops.add_(counts, ops.host_load(source))
+    ir.replication_factor = 3
+    assert stored.replica_grouping == counts.replica_grouping == ir.replica_grouping()
+    with popxl.Session(ir, "ipu_model") as session:
+        session.run({source: [1.0, 2.0, 3.0]})
+    np.testing.assert_array_equal(session.get_tensor_data(stored), [2, 3])
+    np.testing.assert_array_equal(session.get_tensor_data(counts), [1, 2, 3])

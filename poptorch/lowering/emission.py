@@ -233,15 +233,16 @@ class Emission:
         self.wanted = tuple(map(spec_of, node.results))
         count = len(popxl.gcg().ops)
         arguments = {name: self._plain(argument) for name, argument in node.arguments.items()}
-        record = DebugRecord(node.op, f"{node.scope}/{node.op}", (), node.source, layer="poptorch")
+        scope = "/".join(filter(None, (node.placement.scope, node.scope)))
+        record = DebugRecord(node.op, f"{scope}/{node.op}", (), node.source, layer="poptorch")
         with ExitStack() as stack:
             stack.enter_context(get_current_context().set(debug_record=record))
             if self._placed:
                 unit = node.placement.unit
                 stack.enter_context(popxl.ipu(unit))
                 arguments = pytree.tree_map_only(popxl.Tensor, lambda t: self._on_ipu(t, unit), arguments)
-            if node.scope:
-                stack.enter_context(popxl.name_scope(node.scope))
+            if scope:
+                stack.enter_context(popxl.name_scope(scope))
             try:
                 made = lowering(**arguments)
                 made = made if isinstance(made, tuple | list) else () if made is None else (made,)

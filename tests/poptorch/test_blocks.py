@@ -220,6 +220,27 @@ def test_name_scopes_and_attributes() -> None:
         assert hash(found) != hash(site()) and site() == OpPlacement()
 
 
+def test_name_scopes_are_prefixes_of_names() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with NameScope("encoder"), NameScope("first"):
+                x = torch.sin(self.fc(x))
+            return torch.cos(x)
+
+    for options, linear in (
+        (poptorch.Options(), "encoder/first/fc/linear_out"),
+        (poptorch.Options().disableModuleNamescope(), "encoder/first/linear_out"),
+    ):
+        model = poptorch.inferenceModel(Model(), options.anchorTensor("inner", linear))
+        model(torch.ones(1, 2))
+        assert {linear, "encoder/first/sin_out", "cos_out"} <= set(model.getTensorNames())
+        assert model.getAnchoredTensor("inner").shape == (1, 2)
+
+
 def test_multi_conv() -> None:
     with capturing(PipelinedExecution()) as ambient:
         for number in range(2):

@@ -20,6 +20,7 @@ from popxl.core.tensor import Tensor, Variable
 from popxl.fp8_utils import in_transit
 from popxl.ir import Ir
 from popxl.remote_buffer import RemoteBuffer
+from popxl.replica_grouping import sharing_of
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import size_in_bytes
 from runtime.lowering import remote_buffers as remote
@@ -135,6 +136,8 @@ class Layout:
         """Set the variables on the device, and the arrays that hold them."""
         self.resident, self.changed = resident, tuple(changed)
         self.variables = tuple(resident.values())
+        for v in (*self.variables, *(v for inside in self.in_buffers.values() for v in inside)):
+            sharing_of(self.main.ir, v.replica_grouping, f"Session: `replica_grouping` of {v!r}")
         written = frozenset(changed)
         self.unchanged = tuple(t for t in resident if t not in written)
         packed = () if self.rerolling is None else self.rerolling.packed

@@ -394,3 +394,13 @@ def test_variables_made_before_the_number_of_replicas_is_set() -> None:
         session.run({source: [1.0, 2.0, 3.0]})
     np.testing.assert_array_equal(session.get_tensor_data(stored), [2, 3])
     np.testing.assert_array_equal(session.get_tensor_data(counts), [1, 2, 3])
+
+
+def test_groups_of_another_number_of_replicas_are_refused_by_name() -> None:
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        own = popxl.variable([1.0, 2.0], name="own", replica_grouping=ir.replica_grouping(group_size=1))
+        ops.add_(own, popxl.constant(1.0))
+    ir.replication_factor = 4
+    with pytest.raises(ValueError, match=r"`replica_grouping` of Variable\[own .*groups 2 replicas, and the Ir has 4"):
+        popxl.Session(ir, "ipu_model")

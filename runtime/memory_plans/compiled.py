@@ -167,9 +167,10 @@ def compiled_function(function: Any, target: Target | str | None, requested: Req
     """
     target = Target(target) if isinstance(target, str) else target
     analysis = analyze(function.func, *function.args, target=target, **function.keywords)
-    irs = [*dict.fromkeys(each.model.ir for each in requested.applied)]
+    applied = [each for each in requested.applied if each.memory is requested.request.memory] or requested.applied
+    irs = [*dict.fromkeys(each.model.ir for each in applied)]
     planned = _planned_models(irs[-1] if irs else None, requested)  # JAX may trace a function several times
-    if len({str(each.plan) for each in requested.applied}) > 1:
+    if len({str(each.plan) for each in applied}) > 1:
         raise ValueError(
             f"plan_memory: {analysis.name} calls `value_and_grad` for {len(irs)} functions, or with different "
             "arguments; expected one. Give the argument of `build` to one of them, and a policy or plan to the others."

@@ -254,14 +254,16 @@ def test_bad_input(call: Callable[..., Any], error: type[Exception], message: st
 
 
 def test_functions_that_cannot_be_planned() -> None:
-    @jax.jit
-    def with_two(memory: Any, weights: Any, x: Any) -> Any:
-        first = addons.value_and_grad(of_blocks, memory=memory)(weights, x)
-        return first, addons.value_and_grad(lambda x: jnp.sum(jnp.sin(block(x, *weights[0]))), memory=memory)(x)
+    def build(memory: Any, others: Any = None) -> Any:
+        def two(weights: Any, x: Any) -> Any:
+            first = addons.value_and_grad(of_blocks, memory=memory)(weights, x)
+            of_one = addons.value_and_grad(lambda x: jnp.sum(jnp.sin(block(x, *weights[0]))), memory=others or memory)
+            return first, of_one(x)
 
-    def build(memory: Any) -> Any:
-        return partial(jax.jit(partial(with_two.__wrapped__, memory)), WEIGHTS, BATCH)
+        return partial(jax.jit(two), WEIGHTS, BATCH)
 
+    found = addons.plan_memory(partial(build, others="products"), "1.5 MB")
+    assert found.peak <= found.budget < found.everything.device and found.plan.graphs[0].graph == "block"
     with pytest.raises(ValueError, match="calls `value_and_grad` for 2 functions"):
         addons.plan_memory(build, "1 MB")
     with pytest.raises(ValueError, match="applies 0 memory plans.*value_and_grad"):

@@ -1,6 +1,7 @@
 """A Llama in plain JAX within memory budgets, by `popxl_addons.value_and_grad`, beside policies of `jax.checkpoint`.
 
-    python -m tests.targets.jax_budgets [--targets "gpu h100" "tpu v5e"] [--shares 75 50 35] [--layers 8] [--into PAGE]
+    python -m tests.targets.jax_budgets [--targets "gpu h100" "tpu v5e"] [--shares 75 50 35] [--layers 8] [--texts 16]
+                                        [--into PAGE]
 
 The step is that of `tests.targets.llama_in_jax`, with AdamW, in bfloat16 over float32 parameters. Budgets are shares of
 the memory that it needs with `jax.value_and_grad`. Nothing runs. A page given with `--into` keeps the rows.
@@ -64,10 +65,11 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", default=["gpu h100", "tpu v5e"])
     parser.add_argument("--shares", nargs="+", type=int, default=[75, 50, 35])
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--texts", type=int, default=16)
     parser.add_argument("--into", type=Path)
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    sizes, table = Sizes(given.layers), Table(HEAD, given.into)
+    sizes, table = Sizes(given.layers, texts=given.texts), Table(HEAD, given.into)
     for target in given.targets:
         for way in IN_JAX:
             name = way.replace("unrolled", "`jax.value_and_grad`").replace("checkpoint", "`jax.checkpoint`")

@@ -31,6 +31,10 @@ def beam_search(log_probs: Any, lengths: Any, *, blank: int, beam_width: int, to
     return result
 
 
+compiled_beam_search = jax.jit(beam_search, static_argnames=("blank", "beam_width", "top_paths"))
+"""Beam search for the host: calls with equal shapes share one compilation."""
+
+
 def _search(log_probs: Any, time: Any, blank: int, width: int, paths: int) -> tuple[Any, Any, Any]:
     steps, classes = log_probs.shape
     width = max(width, paths)

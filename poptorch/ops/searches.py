@@ -39,10 +39,10 @@ def ctc_beam_search_decoder(
     if current() is not None:
         paths = torch.empty(batch, top_paths, dtype=torch.int32)
         return [torch.empty(batch, top_paths), paths, paths[..., None].expand(-1, -1, time).clone()]
-    from poptorch.base.beam_search import beam_search  # imports JAX, which most hosts need not
+    from poptorch.base.beam_search import compiled_beam_search  # imports JAX, which most hosts need not
 
     given = probs.detach().numpy(), lengths.numpy().astype("int32")
-    decoded = beam_search(*given, blank=blank, beam_width=beam_width, top_paths=top_paths)
+    decoded = compiled_beam_search(*given, blank=blank, beam_width=beam_width, top_paths=top_paths)
     return [torch.from_numpy(numpy.array(each)) for each in decoded]
 
 

@@ -130,10 +130,11 @@ class Launch:
             )
         self._replicas: int = replicas
         if not self._is_possible_count(self._count):
+            adjacent = options.adjacent_replicas
             raise ValueError(
-                f"--num-replicas {replicas} cannot be shared out evenly among --num-instances {self._count}; choose a "
-                "multiple of it, or so many instances that each gets a stage, or several, of replicas with several "
-                "devices (--ipus-per-replica)."
+                f"--num-replicas {replicas} cannot be shared out evenly among --num-instances {self._count}"
+                f"{f' with --adjacent-replicas {adjacent}' if adjacent else ''}; choose a multiple of it, or so many "
+                "instances that each gets a stage, or several, of replicas with several devices (--ipus-per-replica)."
             )
         if not self._hosts or self._count % len(self._hosts):
             raise ValueError(

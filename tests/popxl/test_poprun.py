@@ -185,6 +185,10 @@ def test_values_may_begin_with_a_dash() -> None:
             "--num-instances 2 --num-replicas 3 true",
             "--num-replicas 3 cannot be shared out evenly among --num-instances",
         ),
+        (
+            "--num-instances 2 --num-replicas 4 --adjacent-replicas 3 true",
+            "among --num-instances 2 with --adjacent-replicas 3; choose",
+        ),
         ("--num-instances 3 --host a,b true", "cannot be shared out evenly among the 2 machines"),
         ("--num-instances 0 true", "0 is below 1"),
         ("--num-instances two true", "'two' is no whole number"),

@@ -49,8 +49,8 @@ Print the graphs of a program, and the memory that they need, without a run. The
 
 _PLAN = """\
 Plan which activations training steps save, recompute or offload, within a memory budget per device. One plan covers
-each `train_step` of the program, and each `autodiff` with `memory`. It is compiled for a machine that can be elsewhere.
-Nothing is run.
+each `train_step` of the program, and each `autodiff` with `memory`; with FILE.py:NAME, the `value_and_grad` in the
+jitted function of that name. It is compiled for a machine that can be elsewhere. Nothing is run.
 """
 
 _CHECK = """\
@@ -119,8 +119,9 @@ def _run(arguments: Sequence[str]) -> int:
     if options.target is None and options.command != "check":
         options.target, options.args = _target_of(options.args)
     name, function = function_of(options.file)
-    if function and options.command != "report":
-        return fail(f"{options.command}: {options.file!r} names a function, which only `report` and `diff` take.", 2)
+    if function and options.command not in ("report", "plan"):
+        takers = "`report`, `plan` and `diff`"
+        return fail(f"{options.command}: {options.file!r} names a function, which only {takers} take.", 2)
     file = Path(name)
     if not file.is_file():
         why = "is a folder" if file.is_dir() else "does not exist"
@@ -145,7 +146,7 @@ def _run(arguments: Sequence[str]) -> int:
             budget = bytes_of(options.budget, "--budget")
         except ValueError as problem:
             return fail(f"plan: {problem}", 2)
-        asked = CommandArgs(file, options.args, pages=options.pages, target=target)
+        asked = CommandArgs(file, options.args, pages=options.pages, target=target, function=function)
         return plan(asked, budget, saved, options.compilations)
     run = {"show": show, "check": check_program, "report": report, "tune": tune}[options.command]
     folders = (options.pictures, options.pages, options.costs)
@@ -154,7 +155,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _options_of_plan(arguments: Sequence[str]) -> Sequence[str]:
     """Move options of `plan` from behind the file to before it, unless `--budget` precedes the file already."""
-    file = next((i for i, each in enumerate(arguments) if each.endswith(".py")), 0)
+    file = next((i for i, each in enumerate(arguments) if function_of(each)[0].endswith(".py")), 0)
     if arguments[:1] != ["plan"] or not file or any(each.startswith("--budget") for each in arguments[:file]):
         return arguments
     end = file + 1

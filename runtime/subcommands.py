@@ -32,7 +32,7 @@ from runtime.costs.program_cost import cost_of
 from runtime.inspection import report_of
 from runtime.machine import IdleMachine, LayoutMachine, Machine, TargetMachine
 from runtime.memory_plans.budget import plan_within
-from runtime.memory_plans.compiled import Compiled, planned_program
+from runtime.memory_plans.compiled import Compiled, compiled_function, planned_program
 from runtime.progress import reporting
 from runtime.session import Session
 from runtime.targets.devices import ask_for_cpu_devices
@@ -347,14 +347,19 @@ def plan(asked: CommandArgs, budget: int, save: Path | None, compilations: int) 
     def compiled(request: MemoryRequest) -> Compiled:
         nonlocal has_own_plan
         machine = WatchingMachine(asked.idle_machine())
+        names = AnalyzedNames(asked.function, asked.target) if asked.function else None
         with requesting_memory(*request, overrides=True) as open_memory, watched(machine), redirect_stdout(StringIO()):
-            _, code = run_file(asked.file, asked.arguments)
+            _, code = run_file(asked.file, asked.arguments, names)
         if open_memory.has_overridden and not has_own_plan:
             _print_progress("The training step has a plan or policy of its own, which is ignored here.")
         has_own_plan = open_memory.has_overridden
-        if code or not machine.programs:
-            why = f"ended with the exit code {code}" if code else "makes no session, so there is nothing to compile"
+        analysis = None if names is None else names.analysis
+        if code or not (analysis or machine.programs):
+            idle = f"does not call a function {asked.function!r} of its own" if names else "makes no session"
+            why = f"ended with the exit code {code}" if code else f"{idle}, so there is nothing to compile"
             raise PopxlError(f"{asked.file} {why}.")
+        if analysis is not None:
+            return compiled_function(analysis, asked.target, open_memory)
         return planned_program(machine.programs, open_memory)
 
     try:
@@ -365,6 +370,7 @@ def plan(asked: CommandArgs, budget: int, save: Path | None, compilations: int) 
     if save is not None:
         budget_plan.plan.write_json(save)
         takes = "options.Training.setMemoryPlan({})" if "poptorch" in sys.modules else "train_step(..., memory={})"
+        takes = "addons.value_and_grad(..., memory={})" if asked.function else takes
         if models := budget_plan.plan.models:
             takes = f"memory={{}}, for each of {', '.join(models)}"
         print(f"\nThe plan is in {save}: {takes.format(f'addons.MemoryPlan.read_json({str(save)!r})')}")

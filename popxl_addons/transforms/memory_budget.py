@@ -89,9 +89,11 @@ def plan_memory(
         with requesting_memory(*request) as requested:
             program = build(requested.request.memory)
             if isinstance(program, partial):
-                return compiled_function(program, target, requested)
+                machine = popxl.Target(target) if isinstance(target, str) else target
+                analysis = popxl.analyze(program.func, *program.args, target=machine, **program.keywords)
+                return compiled_function(analysis, machine, requested)
             result = "plan_memory: what `build` returns"
-            check_type(program, popxl.Ir, result, "the Ir of a program, or a jitted function with its arguments")
+            check_type(program, popxl.Ir, result, "the Ir of the program, or a jitted function with its arguments")
             session = popxl.Session(program, "ipu_hw" if target is None else target)
         return compiled_program(program, session.program, requested)
 

@@ -17,7 +17,7 @@ from popxl.ir import Ir
 from runtime.costs.cost import Cost
 from runtime.costs.memory import memory_of_ipus, memory_of_program
 from runtime.costs.program_cost import cost_of
-from runtime.jax_analysis import analyze
+from runtime.jax_analysis import Analysis
 from runtime.memory_plans.models import PlannedModels
 from runtime.memory_plans.needs import GraphNeeds
 from runtime.memory_plans.solver import Release, keep_all
@@ -154,19 +154,17 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
     )
 
 
-def compiled_function(function: Any, target: Target | str | None, requested: RequestedMemory) -> Compiled:
+def compiled_function(analysis: Analysis, target: Target | None, requested: RequestedMemory) -> Compiled:
     """Compiled JAX function, with the data for the plan search.
 
     Args:
-        function: jitted function with its arguments, a `functools.partial`. It calls `popxl_addons.value_and_grad`.
-        target: the machine; the local devices by default.
-        requested: request under which it is traced.
+        analysis: figures of the compiler for the function, which calls `popxl_addons.value_and_grad`.
+        target: the machine; `None` for the local devices.
+        requested: request under which it was traced.
 
     Raises:
         ValueError: as for `compiled_program`; if the function has several such gradients.
     """
-    target = Target(target) if isinstance(target, str) else target
-    analysis = analyze(function.func, *function.args, target=target, **function.keywords)
     applied = [each for each in requested.applied if each.memory is requested.request.memory] or requested.applied
     irs = [*dict.fromkeys(each.model.ir for each in applied)]
     planned = _planned_models(irs[-1] if irs else None, requested)  # JAX may trace a function several times

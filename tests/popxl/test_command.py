@@ -232,7 +232,7 @@ def test_a_file_that_cannot_be_saved_is_said_first(command: Any, tmp_path: Path)
 @pytest.mark.parametrize("name", ["show", "check", "tune"])
 def test_a_function_is_for_report_alone(command: Any, name: str, tmp_path: Path) -> None:
     code, _, err = command("", name, f"{tmp_path / 'program.py'}:step")
-    assert code == 2 and err.endswith(":step' names a function, which only `report` and `diff` take.\n")
+    assert code == 2 and err.endswith(":step' names a function, which only `report`, `plan` and `diff` take.\n")
 
 
 @pytest.mark.parametrize("name", ["show", "check", "report"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl.errors import PopxlError
+from runtime.command import main
 
 POLICIES = ("everything", "products", "nothing")
 
@@ -183,13 +185,48 @@ def test_a_budget_of_the_gradient_alone() -> None:
     assert gradient.plan.budget == round(0.7 * whole) and gradient.plan.bytes("recompute") > 0
 
 
-def test_a_plan_from_a_file(tmp_path: Any) -> None:
+def test_a_plan_from_a_file(tmp_path: Path) -> None:
     gradient = addons.value_and_grad(of_blocks)
     gradient(WEIGHTS, BATCH)
     gradient.plan.with_treatments("recompute", "tanh*", "exp*", calls=slice(4)).write_json(tmp_path / "plan.json")
     planned = addons.value_and_grad(of_blocks, memory=addons.MemoryPlan.read_json(tmp_path / "plan.json"))
     assert_same(planned(WEIGHTS, BATCH), jax.value_and_grad(of_blocks)(WEIGHTS, BATCH))
     assert [graph.calls for graph in planned.plan.graphs] == [4, 4]
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np
+import popxl_addons as addons
+
+@jax.jit
+def block(x, up, down):
+    return x + jnp.tanh(jnp.exp(x @ up)) @ down
+
+def loss(weights, x):
+    for up, down in weights:
+        x = block(x, up, down)
+    return jnp.mean(x**2)
+
+@jax.jit
+def step(weights, x):
+    return addons.value_and_grad(loss)(weights, x)
+
+weights = [(np.ones((16, 64), np.float32), np.ones((64, 16), np.float32))] * 8
+step(weights, np.ones((256, 16), np.float32))
+print("it has run")
+"""
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    plan = tmp_path / "plan.json"
+    assert main(["plan", f"{tmp_path / 'train.py'}:step", "--budget", "700 kB", "--save", str(plan)]) == 0
+    out = capsys.readouterr().out
+    assert "The budget is 700 kB of a device." in out and "it has run" not in out
+    assert out.endswith(f"addons.value_and_grad(..., memory=addons.MemoryPlan.read_json({str(plan)!r}))\n")
+    assert addons.MemoryPlan.read_json(plan).bytes("recompute") > 0
+    assert main(["plan", "--budget", "700 kB", f"{tmp_path / 'train.py'}:none"]) == 1
+    assert "does not call a function 'none' of its own" in capsys.readouterr().err
 
 
 # Several devices -----------------------------------------------------------------------------------------------------

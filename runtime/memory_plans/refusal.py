@@ -32,10 +32,13 @@ def refusal(tried: Sequence[Compiled], graphs: Sequence[GraphNeeds], budget: int
     by_part = ", ".join(f"{part} {bytes_text(size)}" for size, part in held if size)
     values = f"{_by_model(least.applied.plan)}{_largest_values(least.ir)}"
     micro_batches = "" if len(tried[0].divisions) > 1 else f"{_by_micro_batches(step, budget)} "
+    advice = f"{micro_batches}{_by_state(step, memory, budget)}"
+    if not least.ir.main_graph.variables:  # a function of JAX, whose arguments these are
+        advice = "Add up gradients in a `lax.scan` over slices of the batch, or shard the arrays over more devices."
     return (
         f"memory: no plan was found within {bytes_text(budget)} of a device; the least that was compiled"
         f"{f', with {besides},' if besides else ''} needs {bytes_text(memory.device)}: {by_part}{where}. "
-        f"{values} State a budget of that or more. {micro_batches}{_by_state(step, memory, budget)}"
+        f"{values} State a budget of that or more. {advice}"
     )
 
 

@@ -303,7 +303,41 @@ def test_functions_that_cannot_be_planned() -> None:
     assert found.peak <= found.budget < found.everything.device and found.plan.graphs[0].graph == "block"
     with pytest.raises(ValueError, match="calls `value_and_grad` for 2 functions"):
         addons.plan_memory(build, "1 MB")
+    with pytest.raises(PopxlError, match=r"no plan was found.*`lax.scan` over slices of the batch"):
+        addons.plan_memory(step_with, "100 kB")
     with pytest.raises(ValueError, match="applies 0 memory plans.*value_and_grad"):
         addons.plan_memory(lambda memory: partial(jax.jit(of_blocks), WEIGHTS, BATCH), "1 MB")
     with pytest.raises(TypeError, match="what `build` returns"):
         addons.plan_memory(lambda memory: of_blocks, "1 MB")
+
+
+# For accelerators ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("target", ["gpu h100", "tpu v5e"])
+def test_what_is_compiled_is_what_jax_makes(target: str) -> None:
+    def costs(value_and_grad: Any) -> tuple[int, int, int, int | None]:
+        found = popxl.analyze(jax.jit(value_and_grad(of_blocks)), WEIGHTS, BATCH, target=target)
+        return found.memory.temporaries, found.cost.bytes_accessed, found.cost.kernels, found.cost.cycles
+
+    assert costs(addons.value_and_grad) == costs(jax.value_and_grad)
+
+
+@pytest.mark.targets
+def test_a_budget_of_sharded_arrays() -> None:
+    target = popxl.Target("gpu h100:4")
+    mesh = target.mesh(data=4)
+
+    def on_mesh(arrays: Any, *axes: str) -> Any:
+        sharding = jax.NamedSharding(mesh, jax.P(*axes))
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arrays)
+
+    weights, batch = on_mesh(WEIGHTS), on_mesh(np.zeros((4096, 16), np.float32), "data")
+
+    def build(memory: Any) -> Any:
+        return partial(step_with(memory).func, weights, batch)
+
+    whole = popxl.analyze(build("everything").func, weights, batch, target=target).memory.device
+    found = addons.plan_memory(build, whole * 6 // 10, target)
+    assert 0.8 * found.budget < found.peak <= found.budget and found.plan.bytes("recompute") > 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, primitives
 from jax.sharding import AxisType
 from jax.tree_util import DictKey, SequenceKey, keystr
 
@@ -93,12 +94,14 @@ class ValueAndGrad:
     ) -> None:
         if not callable(fn):
             raise TypeError(f"value_and_grad: `fn` must be a function; got {fn!r} ({type(fn).__name__}).")
-        for position in (argnums,) if isinstance(argnums, int) else argnums:
-            check_type(position, int, "value_and_grad: `argnums`", "a position, or several")
-        self._fn, self._argnums, self._has_aux, self._memory = fn, argnums, has_aux, memory
-        self._plans: dict[Hashable, MemoryPlan] = {}  # within the budget, by the types of the arguments
+        positions = tuple(argnums) if isinstance(argnums, Iterable) else (argnums,)
+        for position in positions:
+            check_type(position, int | np.integer, "value_and_grad: `argnums`", "a position, or several")
+        self._argnums = tuple(map(int, positions)) if isinstance(argnums, Iterable) else int(argnums)
+        self._fn, self._has_aux, self._memory = fn, has_aux, memory
+        self._plans: dict[Hashable, MemoryPlan] = {}  # within the budget, by the traced function
         self.plan: MemoryPlan | None = None
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Value and gradients. See `value_and_grad`."""
@@ -111,8 +114,8 @@ class ValueAndGrad:
         return traced.results(traced.typed(gradient)(*traced.arrays))
 
     def _planned(self, traced: _TracedFunction, budget: int) -> MemoryPlan:
-        """Plan within a budget for arguments of these types."""
-        key = tuple((spec.shape, spec.dtype, spec.sharding) for spec in traced.specs)
+        """Plan within a budget for the traced function, which other plain arguments may change."""
+        key = traced.text, *((spec.shape, spec.dtype, spec.sharding) for spec in traced.specs)
         if key not in self._plans:
 
             def build(memory: Any) -> Any:
@@ -146,7 +149,7 @@ class _Arguments:
         wanted = numbered[argnums] if isinstance(argnums, int) else tuple(numbered[i] for i in positions)
         by = {*jax.tree.leaves(wanted)}
         # Arguments that are no arrays are given to the function as they are, unless there are gradients of them.
-        self._leaves = [jnp.asarray(leaf) if i in by else leaf for i, (_, leaf) in enumerate(paths)]
+        self._leaves = [jnp.asarray(leaf) if i in by else _canonical(leaf) for i, (_, leaf) in enumerate(paths)]
         self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, jax.Array | np.ndarray)]
         types = [jax.typeof(self._leaves[i]) for i in self._places]
         self._generators = [*map(generator_of, types)]
@@ -179,14 +182,17 @@ class _TracedFunction:
 
         def of_arrays(*arrays: Any) -> list[Any]:
             args, kwargs = arguments.with_arrays(arrays)
-            results, self._results = jax.tree.flatten(self._checked(fn(*args, **kwargs)))
-            self._result_generators = [generator_of(jax.typeof(leaf)) for leaf in results]
-            return key_data(results)
+            leaves, self._results = jax.tree.flatten(self._checked(fn(*args, **kwargs)))
+            results = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+            # Results that are no arrays are returned as they are.
+            self._leaves = {i: leaf for i, leaf in enumerate(leaves) if i not in results}
+            self._generators = {i: generator_of(jax.typeof(leaf)) for i, leaf in results.items()}
+            return key_data(results.values())
 
         traced = jax.make_jaxpr(of_arrays)(*arguments.arrays)
         self._jaxpr, constants = traced.jaxpr, traced.consts
         self._constant_generators = [generator_of(jax.typeof(each)) for each in constants]
-        self._result_specs = [result.sharding.spec for result in traced.out_avals]
+        self._result_types = traced.out_avals
         self.arrays = [*key_data(constants), *arguments.arrays]
         self._names = [*(f"constant{i}" for i in range(len(constants))), *arguments.names]
         self._wanted = jax.tree.map(lambda place: place + len(constants), arguments.wanted)
@@ -198,9 +204,16 @@ class _TracedFunction:
             )
 
     @property
+    def text(self) -> str:
+        """Text of what was traced, without addresses."""
+        return re.sub("0x[0-9a-f]+", "", str(self._jaxpr))
+
+    @property
     def specs(self) -> list[jax.ShapeDtypeStruct]:
-        """Types of the arrays, with the shardings of those that are no tracers."""
-        shardings = (None if isinstance(a, jax.core.Tracer) else getattr(a, "sharding", None) for a in self.arrays)
+        """Types of the arrays, with the shardings of those that stay on their devices."""
+        shardings = (
+            None if isinstance(a, jax.core.Tracer | np.ndarray) or not a.committed else a.sharding for a in self.arrays
+        )
         pairs = zip(self.arrays, shardings, strict=True)
         return [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding) for array, sharding in pairs]
 
@@ -261,20 +274,25 @@ class _TracedFunction:
         types = [jax.typeof(array).sharding for array in self.arrays]
         if not any(AxisType.Explicit in sharding.mesh.axis_types for sharding in types):
             return gradient
-        specs = [*self._result_specs, *(types[i].spec for i in jax.tree.leaves(self._wanted))]
+        results = (type_.sharding.spec for type_ in self._result_types)
+        specs = [*results, *(types[i].spec for i in jax.tree.leaves(self._wanted))]
         return jax.sharding.auto_axes(gradient, out_sharding=specs)
 
     def results(self, flat: Sequence[Any]) -> Any:
         """Results in the form of `jax.value_and_grad`, from those of `gradient`."""
-        count = len(self._result_generators)
-        found = with_keys(flat[:count], self._result_generators)
-        value, aux = jax.tree.unflatten(self._results, found)
-        gradients = jax.tree.unflatten(jax.tree.structure(self._wanted), flat[count:])
+        wanted, structure = jax.tree.flatten(self._wanted)
+        types = [*self._result_types, *(jax.typeof(self.arrays[i]) for i in wanted)]
+        flat = [_weak(a) if type_.weak_type else a for a, type_ in zip(flat, types, strict=True)]
+        count = len(self._generators)
+        found = with_keys(flat[:count], self._generators.values())
+        leaves = self._leaves | dict(zip(self._generators, found, strict=True))
+        value, aux = jax.tree.unflatten(self._results, [leaves[i] for i in range(len(leaves))])
+        gradients = jax.tree.unflatten(structure, flat[count:])
         return ((value, aux) if self._has_aux else value), gradients
 
     def _checked(self, result: Any) -> tuple[Any, Any]:
         """The scalar that the function returns, and its other results."""
-        if self._has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        if self._has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
             raise TypeError(
                 f"value_and_grad: `{self.name}` returns {result!r}; expected a pair with `has_aux`: a scalar, and "
                 "other values."
@@ -286,7 +304,17 @@ class _TracedFunction:
             hint = "" if self._has_aux else " A function that returns other values beside it needs `has_aux=True`."
             found = value if type_ is None else type_.str_short()
             raise TypeError(f"value_and_grad: `{self.name}` returns {found}; expected a scalar of a float dtype.{hint}")
-        return value, aux
+        return jnp.asarray(value), aux
+
+
+def _canonical(leaf: Any) -> Any:
+    """An array of NumPy in the dtype that JAX gives it, which has 32 bits by default; other values unchanged."""
+    return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _weak(array: Any) -> Any:
+    """The array with the weak type of a number of Python."""
+    return primitives.convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
 
 
 def _requested(memory: Any) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 from popxl.base.arrays import Array
 from popxl.core.recording import Op
 from popxl.errors import PopxlError
+from popxl.options import SessionOptions
 from popxl.program.rule_graph import RuleGraph, rule_graph
 from runtime.lowering.channels import FAILURE, Channels
 from runtime.lowering.context import Context
@@ -57,6 +58,7 @@ def with_rules(op: Op) -> Callable[..., Any]:
     """
 
     function = jax.custom_jvp(_op_function(op))
+    ir = op.graph.ir  # JAX may ask for the derivative when nothing else refers to it
 
     @function.defjvp
     def derivative(operands: Sequence[Array], tangents: Sequence[Array]) -> Any:
@@ -65,7 +67,7 @@ def with_rules(op: Op) -> Callable[..., Any]:
         specs = [jax.ShapeDtypeStruct(results[k].shape, results[k].dtype) for k in rules.gradient_outputs]
 
         def pull(*gs: Array) -> tuple[Array, ...]:
-            return _pull_back(rules, op, operands, results, gs)
+            return _pull_back(rules, op, ir.options, operands, results, gs)
 
         moved = jax.linear_transpose(pull, *specs)(tuple(tangents[i] for i in rules.wanted)) if rules.wanted else ()
         found = dict(zip(rules.gradient_outputs, moved, strict=False))
@@ -89,11 +91,16 @@ class _PlainLowering(Lowering):
 
 
 def _pull_back(
-    rules: RuleGraph, op: Op, operands: Sequence[Array], results: Sequence[Array], gs: Sequence[Array]
+    rules: RuleGraph,
+    op: Op,
+    options: SessionOptions,
+    operands: Sequence[Array],
+    results: Sequence[Array],
+    gs: Sequence[Array],
 ) -> tuple[Array, ...]:
     """Apply gradient rules. Returns operand gradients in operand shapes and dtypes."""
     known = dict(zip((*op.inputs, *op.outputs), (*operands, *results), strict=True))  # one tensor may be two operands
-    lowering = _PlainLowering(rules.graph.ops, op.graph.ir.options)
+    lowering = _PlainLowering(rules.graph.ops, options)
     channels = Channels({FAILURE: (jnp.asarray(FAILURE.start), 0)})
     outputs = lowering.lower_call(rules.graph, [*known.values(), *gs], Context(channels)).outputs
     return tuple(_unbroadcast(gradient, operands[i]) for i, gradient in zip(rules.wanted, outputs, strict=True))

@@ -102,6 +102,13 @@ def test_arguments_that_are_no_arrays() -> None:
 
 @pytest.mark.parametrize("memory", POLICIES)
 def test_inside_of_other_transforms(memory: str) -> None:
+    def of_a_trained_model(value_and_grad: Any) -> Any:
+        def trained(p: Any) -> Any:
+            _, gradients = value_and_grad(loss)(p, X, ROWS)
+            return loss(jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), X, ROWS)
+
+        return jax.jit(value_and_grad(trained))(PARAMS)
+
     def closes_over_tracers(value_and_grad: Any) -> Any:
         return jax.jit(lambda p, x, rows: value_and_grad(lambda p: loss(p, x, rows))(p))(PARAMS, X, ROWS)
 
@@ -118,8 +125,48 @@ def test_inside_of_other_transforms(memory: str) -> None:
     def second_derivative(value_and_grad: Any) -> Any:
         return jax.jacrev(lambda weights: value_and_grad(scanned)(weights, X)[1])(randoms(2, 3, 3))
 
-    for use in (closes_over_tracers, accumulated, of_each_sample, second_derivative):
+    for use in (closes_over_tracers, accumulated, of_each_sample, second_derivative, of_a_trained_model):
         assert_same(use(partial(addons.value_and_grad, memory=memory)), use(jax.value_and_grad))
+
+
+def test_results_that_are_no_arrays() -> None:
+    def with_others(w: Any) -> Any:
+        return [jnp.sum(w), {"size": w.shape[0], "name": "w", "none": None, "rows": ROWS}]
+
+    for value_and_grad in (addons.value_and_grad, jax.value_and_grad):
+        (_, others), _ = value_and_grad(with_others, has_aux=True)(X)
+        assert others == {"size": 4, "name": "w", "none": None, "rows": ROWS} and type(others["size"]) is int
+
+
+def test_dtypes_of_numpy_and_python() -> None:
+    def scaled(scale: Any, w: Any, labels: Any) -> Any:
+        return jnp.sum(scale * w.at[labels].get()), scale * 2
+
+    arguments = 2.0, jnp.asarray(X, jnp.bfloat16), np.array([0, 2, 1], np.int64)
+    positions = [np.int64(1), 0]
+    found = addons.value_and_grad(scaled, positions, has_aux=True)(*arguments)
+    expected = jax.value_and_grad(scaled, (1, 0), has_aux=True)(*arguments)
+    assert_same(found, expected)
+    assert [a.weak_type for a in jax.tree.leaves(found)] == [a.weak_type for a in jax.tree.leaves(expected)]
+    labels = np.array([1, 0, 2, 2], np.int64)
+    assert_same(
+        addons.value_and_grad(lambda w: jnp.mean(jnp.argmax(w, 1) == labels) + jnp.sum(w))(X),
+        jax.value_and_grad(lambda w: jnp.mean(jnp.argmax(w, 1) == labels) + jnp.sum(w))(X),
+    )
+
+
+class Loss:
+    """A function with attributes."""
+
+    def __init__(self, activation: Any) -> None:
+        self._fn, self.plan, self._has_aux = activation, "no plan", True
+
+    def __call__(self, w: Any) -> Any:
+        return jnp.sum(self._fn(w))
+
+
+def test_an_object_with_attributes() -> None:
+    assert_same(addons.value_and_grad(Loss(jnp.tanh))(X), jax.value_and_grad(Loss(jnp.tanh))(X))
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
@@ -183,6 +230,16 @@ def test_a_budget_of_the_gradient_alone() -> None:
     assert_same(traced(WEIGHTS, BATCH), jax.value_and_grad(of_blocks)(WEIGHTS, BATCH))
     assert popxl.analyze(traced, WEIGHTS, BATCH).memory.device <= 0.7 * whole
     assert gradient.plan.budget == round(0.7 * whole) and gradient.plan.bytes("recompute") > 0
+
+
+def test_a_budget_and_plain_arguments() -> None:
+    def of_first(weights: Any, x: Any, layers: int) -> Any:
+        return of_blocks(weights[:layers], x)
+
+    gradient = addons.value_and_grad(of_first, memory="700 kB")
+    for layers in (4, 8, 4):
+        assert_same(gradient(WEIGHTS, BATCH, layers), jax.value_and_grad(of_first)(WEIGHTS, BATCH, layers))
+        assert sum(graph.calls for graph in gradient.plan.graphs) == layers
 
 
 def test_a_plan_from_a_file(tmp_path: Path) -> None:

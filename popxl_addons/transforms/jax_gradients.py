@@ -73,7 +73,7 @@ def value_and_grad(
         >>> gradient = value_and_grad(loss, memory="nothing")
         >>> value, gradients = jax.jit(gradient)(params, np.ones((2, 3), np.float32))
         >>> gradients["layers"][1].shape, gradient.plan.graphs[0].paths("recompute")
-        ((3, 3), ('dot_general_out', 'tanh_out'))
+        ((3, 3), ('dot_general_out',))
     """
     return ValueAndGrad(fn, argnums, has_aux, memory)
 

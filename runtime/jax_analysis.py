@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from popxl.analysis.memory import Memory
 from popxl.base.arguments import check_type
+from popxl.base.memory_requests import current_request
 from popxl.base.names import name_of
 from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text, flops_text
 from popxl.base.records import Record
@@ -26,6 +28,10 @@ from runtime.costs.schedule import schedule_of
 from runtime.jax_private import change_parameters
 from runtime.targets import chip
 from runtime.targets.offline import Target
+
+_request = jax.make_user_context(0)
+"""Number of the request of a memory plan: JAX traces functions again for each of them."""
+_request_numbers = itertools.count(1)
 
 
 class LineMemory(Record):
@@ -153,7 +159,8 @@ def analyze(function: Callable[..., Any], *args: Any, target: Target | str | Non
         target = Target(target)
     check_type(target, Target | None, "analyze: `target`", "a description such as 'gpu h100:8', or a popxl.Target")
     jitted = function if hasattr(function, "trace") else jax.jit(function)
-    executable, seconds = _compiled(jitted, args, kwargs, target)
+    with _request(0 if current_request() is None else next(_request_numbers)):
+        executable, seconds = _compiled(jitted, args, kwargs, target)
     return _analysis(getattr(function, "__name__", None) or name_of(function), executable, seconds, target)
 
 

@@ -8,8 +8,9 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -19,7 +20,7 @@ from popxl.analysis.checking import check, report_data
 from popxl.analysis.memory import Memory
 from popxl.base.choices import override_choices
 from popxl.base.container import is_packed
-from popxl.base.memory_requests import MemoryRequest, requesting_memory
+from popxl.base.memory_requests import MemoryRequest, RequestedMemory, requesting_memory
 from popxl.base.pages import OnPage
 from popxl.errors import PopxlError, ReplicationWarning
 from popxl.ir import Ir
@@ -347,14 +348,20 @@ def plan(asked: CommandArgs, budget: int, save: Path | None, compilations: int) 
     def compiled(request: MemoryRequest) -> Compiled:
         nonlocal has_own_plan
         machine = WatchingMachine(asked.idle_machine())
-        names = AnalyzedNames(asked.function, asked.target) if asked.function else None
-        with requesting_memory(*request, overrides=True) as open_memory, watched(machine), redirect_stdout(StringIO()):
+        requesting = partial(requesting_memory, *request, overrides=True)
+        names = AnalyzedNames(asked.function, asked.target, requesting) if asked.function else None
+        with (
+            requesting() if names is None else nullcontext() as requested,
+            watched(machine),
+            redirect_stdout(StringIO()),
+        ):
             _, code = run_file(asked.file, asked.arguments, names)
+        open_memory = (requested if names is None else names.requested) or RequestedMemory(request)
         if open_memory.has_overridden and not has_own_plan:
             _print_progress("The training step has a plan or policy of its own, which is ignored here.")
         has_own_plan = open_memory.has_overridden
         analysis = None if names is None else names.analysis
-        if code or not (analysis or machine.programs):
+        if code or not (machine.programs if names is None else analysis):
             idle = f"does not call a function {asked.function!r} of its own" if names else "makes no session"
             why = f"ended with the exit code {code}" if code else f"{idle}, so there is nothing to compile"
             raise PopxlError(f"{asked.file} {why}.")

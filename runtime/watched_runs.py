@@ -7,7 +7,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
@@ -31,12 +31,23 @@ from runtime.targets.offline import Target
 
 
 class AnalyzedNames(dict[str, Any]):
-    """Names of a program: analyzes the first call of one function, which then ends the program."""
+    """Names of a program: analyzes the first call of one function, which then ends the program.
 
-    def __init__(self, name: str, target: Target | None) -> None:
+    Args:
+        requesting: context of that call, such as a request for a memory plan; other functions are called without.
+
+    Attributes:
+        analysis: figures of the function; `None` if the program did not call it.
+        requested: what `requesting` gave.
+    """
+
+    def __init__(
+        self, name: str, target: Target | None, requesting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
         super().__init__(__name__="__main__", __builtins__=__builtins__)
-        self._name, self._target = name, target
+        self._name, self._target, self._requesting = name, target, requesting
         self.analysis: Analysis | None = None
+        self.requested: Any = None
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, self._analyzed(value) if name == self._name and callable(value) else value)
@@ -44,7 +55,8 @@ class AnalyzedNames(dict[str, Any]):
     def _analyzed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def analyzed(*args: Any, **kwargs: Any) -> Any:
-            self.analysis = analyze(function, *args, target=self._target, **kwargs)
+            with self._requesting() as self.requested:
+                self.analysis = analyze(function, *args, target=self._target, **kwargs)
             raise NothingRuns
 
         return analyzed

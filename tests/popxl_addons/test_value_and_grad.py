@@ -286,6 +286,73 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "does not call a function 'none' of its own" in capsys.readouterr().err
 
 
+MODEL = """
+import jax, jax.numpy as jnp
+import popxl_addons as addons
+
+@jax.jit
+def block(x, w):
+    return jnp.tanh(jnp.exp(jnp.sin(x @ w)))
+
+def loss(weights, x):
+    for w in weights:
+        x = block(x, w)
+    return jnp.mean(x**2)
+
+@jax.jit
+def gradients(weights, x):
+    return addons.value_and_grad(loss)(weights, x)
+
+@jax.jit
+def other(w, x):
+    return addons.value_and_grad(lambda w: jnp.sum(jnp.sin(block(x, w))))(w)
+"""
+
+IMPORTING = """
+import jax, numpy as np
+from model_of_plans import gradients, other
+
+@jax.jit
+def step(weights, x):
+    return gradients(weights, x)
+
+@jax.jit
+def forward(x):
+    return x + 1
+
+weights, x = [np.ones((32, 32), np.float32)] * 8, np.ones((256, 32), np.float32)
+other(weights[0], x)
+step(weights, x)
+"""
+
+
+def test_the_command_on_functions_of_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model_of_plans.py").write_text(MODEL)
+    (tmp_path / "train.py").write_text(IMPORTING)
+    (tmp_path / "eval.py").write_text(IMPORTING.replace("\nstep(weights, x)", "\nforward(x)"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(2):
+        assert main(["plan", "--budget", "500 kB", f"{tmp_path / 'train.py'}:step"]) == 0
+        assert "The budget is 500 kB of a device." in capsys.readouterr().out
+    assert main(["plan", "--budget", "500 kB", f"{tmp_path / 'eval.py'}:forward"]) == 1
+    assert "applies 0 memory plans" in capsys.readouterr().err
+
+
+def test_a_static_argument_for_the_plan() -> None:
+    @partial(jax.jit, static_argnames="memory")
+    def step(weights: Any, x: Any, *, memory: Any = "everything") -> Any:
+        return addons.value_and_grad(of_blocks, memory=memory)(weights, x)
+
+    step(WEIGHTS, BATCH)
+    first, second = (
+        addons.plan_memory(lambda memory: partial(step, WEIGHTS, BATCH, memory=memory), "800 kB") for _ in range(2)
+    )
+    assert first.plan == second.plan and first.peak <= first.budget
+    assert_same(step(WEIGHTS, BATCH, memory=first.plan), jax.value_and_grad(of_blocks)(WEIGHTS, BATCH))
+
+
 # Several devices -----------------------------------------------------------------------------------------------------
 
 

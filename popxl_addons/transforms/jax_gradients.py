@@ -150,7 +150,7 @@ class _Arguments:
         by = {*jax.tree.leaves(wanted)}
         # Arguments that are no arrays are given to the function as they are, unless there are gradients of them.
         self._leaves = [jnp.asarray(leaf) if i in by else _canonical(leaf) for i, (_, leaf) in enumerate(paths)]
-        self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+        self._places = [i for i, leaf in enumerate(self._leaves) if _is_array(leaf)]
         types = [jax.typeof(self._leaves[i]) for i in self._places]
         self._generators = [*map(generator_of, types)]
         self.names = [_argument(fn, paths[i][0]) for i in self._places]
@@ -307,9 +307,15 @@ class _TracedFunction:
         return jnp.asarray(value), aux
 
 
+def _is_array(leaf: Any) -> bool:
+    """Whether JAX takes a value for an array: NumPy's arrays of text, objects and dates are plain values."""
+    return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUmM")
+
+
 def _canonical(leaf: Any) -> Any:
     """An array of NumPy in the dtype that JAX gives it, which has 32 bits by default; other values unchanged."""
-    return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False) if isinstance(leaf, np.ndarray) else leaf
+    is_of_numpy = isinstance(leaf, np.ndarray) and _is_array(leaf)
+    return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False) if is_of_numpy else leaf
 
 
 def _weak(array: Any) -> Any:

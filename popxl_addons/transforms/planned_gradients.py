@@ -63,8 +63,8 @@ class PlannedGradients:
         if not isinstance(memory, MemoryPlan) and memory not in get_args(MemoryPolicy):
             policies = ", ".join(map(repr, get_args(MemoryPolicy)))
             raise ValueError(
-                f"memory: expected a MemoryPlan, or one of {policies}; got {memory!r}. `train_step` takes a "
-                "budget, too, such as '14 GB'."
+                f"memory: expected a MemoryPlan, or one of {policies}; got {memory!r}. `train_step` and "
+                "`value_and_grad` take a budget, too, such as '14 GB'."
             )
         self.memory = memory
         self._micro_batches, self._optimizer_state = micro_batches, optimizer_state

@@ -98,6 +98,8 @@ def test_arguments_that_are_no_arrays() -> None:
     gradient = addons.value_and_grad(loss)
     assert_same(gradient(PARAMS, X, rows=ROWS, layers=3), jax.value_and_grad(loss)(PARAMS, X, rows=ROWS, layers=3))
     assert gradient.__name__ == "loss"
+    named = addons.value_and_grad(lambda w, names: jnp.sum(w) * len(names))(X, np.array(["a", "b"]))
+    assert_same(named, jax.value_and_grad(lambda w: jnp.sum(w) * 2)(X))
 
 
 @pytest.mark.parametrize("memory", POLICIES)

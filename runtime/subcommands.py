@@ -7,8 +7,8 @@ import math
 import sys
 import textwrap
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
@@ -347,27 +347,12 @@ def plan(asked: CommandArgs, budget: int, save: Path | None, compilations: int) 
 
     def compiled(request: MemoryRequest) -> Compiled:
         nonlocal has_own_plan
-        machine = WatchingMachine(asked.idle_machine())
         requesting = partial(requesting_memory, *request, overrides=True)
-        names = AnalyzedNames(asked.function, asked.target, requesting) if asked.function else None
-        with (
-            requesting() if names is None else nullcontext() as requested,
-            watched(machine),
-            redirect_stdout(StringIO()),
-        ):
-            _, code = run_file(asked.file, asked.arguments, names)
-        open_memory = (requested if names is None else names.requested) or RequestedMemory(request)
-        if open_memory.has_overridden and not has_own_plan:
+        requested, read = (_compiled_function if asked.function else _compiled_sessions)(asked, requesting)
+        if requested.has_overridden and not has_own_plan:
             _print_progress("The training step has a plan or policy of its own, which is ignored here.")
-        has_own_plan = open_memory.has_overridden
-        analysis = None if names is None else names.analysis
-        if code or not (machine.programs if names is None else analysis):
-            idle = f"does not call a function {asked.function!r} of its own" if names else "makes no session"
-            why = f"ended with the exit code {code}" if code else f"{idle}, so there is nothing to compile"
-            raise PopxlError(f"{asked.file} {why}.")
-        if analysis is not None:
-            return compiled_function(analysis, asked.target, open_memory)
-        return planned_program(machine.programs, open_memory)
+        has_own_plan = requested.has_overridden
+        return read(requested)
 
     try:
         budget_plan = plan_within(compiled, budget, _print_progress, compilations)
@@ -384,6 +369,36 @@ def plan(asked: CommandArgs, budget: int, save: Path | None, compilations: int) 
     if asked.pages is not None:
         budget_plan.save(asked.pages / "plan.html")
     return 0
+
+
+_Requesting = Callable[[], AbstractContextManager[RequestedMemory]]
+_CompiledWith = tuple[RequestedMemory, Callable[[RequestedMemory], Compiled]]
+"""Request under which something was compiled, and a function that reads what the search for a plan needs of it."""
+
+
+def _compiled_sessions(asked: CommandArgs, requesting: _Requesting) -> _CompiledWith:
+    """Compile the sessions of a program under a request for a memory plan."""
+    machine = WatchingMachine(asked.idle_machine())
+    with requesting() as requested, watched(machine), redirect_stdout(StringIO()):
+        _, code = run_file(asked.file, asked.arguments)
+    if code or not machine.programs:
+        raise _compiles_nothing(asked, code, "makes no session")
+    return requested, partial(planned_program, machine.programs)
+
+
+def _compiled_function(asked: CommandArgs, requesting: _Requesting) -> _CompiledWith:
+    """Compile a JAX function of a program under a request for a memory plan."""
+    names = AnalyzedNames(asked.function, asked.target, requesting)
+    with watched(WatchingMachine(asked.idle_machine())), redirect_stdout(StringIO()):
+        _, code = run_file(asked.file, asked.arguments, names)
+    if code or names.analysis is None:
+        raise _compiles_nothing(asked, code, f"does not call a function {asked.function!r} of its own")
+    return names.requested, partial(compiled_function, names.analysis, asked.target)
+
+
+def _compiles_nothing(asked: CommandArgs, code: int, why: str) -> PopxlError:
+    ended = f"ended with the exit code {code}" if code else f"{why}, so there is nothing to compile"
+    return PopxlError(f"{asked.file} {ended}.")
 
 
 def _print_progress(line: str) -> None:

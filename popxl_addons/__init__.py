@@ -158,7 +158,6 @@ __all__ = [
     "pad_axis",
     "pipelined_execution",
     "plan_memory",
-    "value_and_grad",
     "print_FLOPs",
     "print_tensor",
     "print_text",
@@ -186,6 +185,7 @@ __all__ = [
     "unshard",
     "unshard2D",
     "unshard_arrays",
+    "value_and_grad",
     "weights",
     "write_variables_pb",
 ]

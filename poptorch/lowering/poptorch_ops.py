@@ -31,11 +31,23 @@ def identity(tensor: popxl.Tensor, available_memory_proportion: float = 0) -> po
 
 
 @lowers("poptorch.ipu_print_tensor")
-def ipu_print_tensor(tensor: popxl.Tensor, title: str, print_gradient: bool, **style: Any) -> popxl.Tensor:
+def ipu_print_tensor(
+    tensor: popxl.Tensor,
+    title: str,
+    print_gradient: bool,
+    summarise_threshold: int,
+    edge_items: int,
+    max_line_width: int,
+    digits: int,
+    float_format: str,
+    separator: str,
+    open_bracket: str,
+    close_bracket: str,
+) -> popxl.Tensor:
     title = title or f"print_{tensor.name}"  # below `ops.print_tensor`, whose separator and brackets are one character
-    return print_tensor_kind(
-        tensor, title=title, print_self=True, print_gradient=print_gradient, style=tuple(style.values())
-    )
+    numbers = (summarise_threshold, edge_items, max_line_width, digits, float_format)
+    style = (*numbers, separator, open_bracket, close_bracket)
+    return print_tensor_kind(tensor, title=title, print_self=True, print_gradient=print_gradient, style=style)
 
 
 @lowers("poptorch.serializedMatMul")

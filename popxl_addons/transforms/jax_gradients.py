@@ -111,7 +111,7 @@ class ValueAndGrad:
             memory = self._planned(traced, bytes_of(memory, "value_and_grad: `memory`"))
         gradient, planned = traced.gradient(memory)
         self.plan = planned.plan
-        return traced.results(traced.typed(gradient)(*traced.arrays))
+        return traced.results(traced.with_shardings(gradient)(*traced.arrays))
 
     def _planned(self, traced: _TracedFunction, budget: int) -> MemoryPlan:
         """Plan within a budget for the traced function, which other plain arguments may change."""
@@ -266,7 +266,7 @@ class _TracedFunction:
         evaluate.__qualname__ = build.__qualname__ = self.name
         return ir.create_graph(build)
 
-    def typed(self, gradient: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def with_shardings(self, gradient: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         """The function that `gradient` returned, for arrays whose types have shardings on a mesh with explicit axes.
 
         Types inside of it have none: XLA divides it. Gradients have the shardings of the arrays.

@@ -69,6 +69,7 @@ class Compiled(NamedTuple):
         chosen_mode: mode of called graphs, if it was chosen as the fastest one.
         bytes_of_ipus: memory of each IPU, if several IPUs are separate devices.
         sharing_devices: number of devices that divide each value among them.
+        is_jax_function: whether it is a function of JAX, whose state is among its arguments.
     """
 
     ir: Ir
@@ -84,6 +85,7 @@ class Compiled(NamedTuple):
     chosen_mode: str | None = None
     bytes_of_ipus: Mapping[int, int] = MappingProxyType({})
     sharing_devices: int = 1
+    is_jax_function: bool = False
 
     @property
     def needs(self) -> Sequence[GraphNeeds]:
@@ -168,7 +170,7 @@ def compiled_function(analysis: Analysis, target: Target | None, requested: Requ
     applied = [each for each in requested.applied if each.memory is requested.request.memory] or requested.applied
     irs = [*dict.fromkeys(each.model.ir for each in applied)]
     planned = _planned_models(irs[-1] if irs else None, requested)  # JAX may trace a function several times
-    if len({str(each.plan) for each in applied}) > 1:
+    if any(each.plan != applied[0].plan for each in applied):
         raise ValueError(
             f"plan_memory: {analysis.name} calls `value_and_grad` for {len(irs)} functions, or with different "
             "arguments; expected one. Give the argument of `build` to one of them, and a policy or plan to the others."
@@ -188,6 +190,7 @@ def compiled_function(analysis: Analysis, target: Target | None, requested: Requ
         updates_early=platform != "cpu",
         fuses_factors=platform == "tpu",
         sharing_devices=1 if analysis.is_replicated else analysis.devices,
+        is_jax_function=True,
     )
 
 

@@ -31,10 +31,11 @@ def refusal(tried: Sequence[Compiled], graphs: Sequence[GraphNeeds], budget: int
     held = sorted(((getattr(memory, part) or 0, part) for part in parts), reverse=True)
     by_part = ", ".join(f"{part} {bytes_text(size)}" for size, part in held if size)
     values = f"{_by_model(least.applied.plan)}{_largest_values(least.ir)}"
-    micro_batches = "" if len(tried[0].divisions) > 1 else f"{_by_micro_batches(step, budget)} "
-    advice = f"{micro_batches}{_by_state(step, memory, budget)}"
-    if not least.ir.main_graph.variables:  # a function of JAX, whose arguments these are
+    if least.is_jax_function:
         advice = "Add up gradients in a `lax.scan` over slices of the batch, or shard the arrays over more devices."
+    else:
+        micro_batches = "" if len(tried[0].divisions) > 1 else f"{_by_micro_batches(step, budget)} "
+        advice = f"{micro_batches}{_by_state(step, memory, budget)}"
     return (
         f"memory: no plan was found within {bytes_text(budget)} of a device; the least that was compiled"
         f"{f', with {besides},' if besides else ''} needs {bytes_text(memory.device)}: {by_part}{where}. "

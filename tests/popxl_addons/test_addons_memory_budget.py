@@ -671,3 +671,22 @@ def test_a_normalisation_is_elementwise_with_its_statistics() -> None:
     smaller = solve([g], 10**6, None, ())
     assert smaller is not None and smaller.seconds > 0
     assert smaller.treatments["g"][0].treatments == {"x": "keep", "y": "recompute", "mean": "recompute"}
+
+
+def test_advice_for_a_program_without_variables() -> None:
+    """It is that for programs, and not that for functions of JAX."""
+
+    def build(memory: Any) -> popxl.Ir:
+        ir = popxl.Ir()
+        with ir.main_graph:
+            x = ops.host_load(popxl.h2d_stream((64, 64), popxl.float32, "x"))
+            graph = addons.GraphWithNamedArgs(ir.create_graph(lambda x: ops.sum(ops.exp(ops.tanh(x))), x))
+            grad = addons.autodiff(graph, memory=memory)
+            site = graph.call_with_info(x)
+            args = grad.grad_graph_info.inputs_dict(site)
+            addons.host_store(*grad.call(popxl.constant(1.0), args=args))
+        return ir
+
+    with pytest.raises(popxl.errors.PopxlError, match="no plan was found within 1 kB") as refusal:
+        addons.plan_memory(build, "1 kB")
+    assert "micro-batches" in str(refusal.value) and "lax.scan" not in str(refusal.value)

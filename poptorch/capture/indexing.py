@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from poptorch.capture.tracer import Tracer
 
 
-def getitem(t: torch.Tensor, index: Any, contents: TensorContents, views: RowViews) -> torch.Tensor:
+def getitem(contents: TensorContents, views: RowViews, t: torch.Tensor, index: Any) -> torch.Tensor:
     """`t[index]`. Index tensors with known contents are left to PyTorch."""
     unknown = _first_unknown(t, index, contents)
     if unknown is None:
         return t[index]
     dim, rows, rest = unknown
-    return views.remember(t, index, getitem(views.take(t, dim, rows), rest, contents, views))
+    return views.remember(t, index, getitem(contents, views, views.take(t, dim, rows), rest))
 
 
-def setitem(t: torch.Tensor, index: Any, value: Any, contents: TensorContents, views: RowViews) -> None:
+def setitem(contents: TensorContents, views: RowViews, t: torch.Tensor, index: Any, value: Any) -> None:
     """`t[index] = value`."""
     if views.ends_update(t, index, value):
         return
@@ -41,7 +41,7 @@ def setitem(t: torch.Tensor, index: Any, value: Any, contents: TensorContents, v
         return
     dim, rows, rest = unknown
     part = t.index_select(dim, rows)
-    setitem(part, rest, value, contents, views)
+    setitem(contents, views, part, rest, value)
     t.index_copy_(dim, rows, part)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -75,31 +76,13 @@ class FunctionInterceptor(TorchFunctionMode):
         tracer = self._tracer
         preserved = None
         if not tracer.is_suspended:
-            if func is torch.Tensor.detach_:
-                return tracer.record_detach_(*args)
-            if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-                return tracer.record_set_data(*args)
-            if func is torch.Tensor.requires_grad_ or func == torch.Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
-                tracer.recorder.record_requires_grad(*args, **kwargs)
-            if func is torch.Tensor.__getitem__:
-                return getitem(args[0], args[1], tracer.contents, self.row_views)
-            if func is torch.Tensor.__setitem__:
-                return setitem(args[0], args[1], args[2], tracer.contents, self.row_views)
-            if (part := _PARTS.get(func)) is not None:
-                return part(tracer.contents, self.row_views, *args, **kwargs)
-            if func is torch.nn.functional.one_hot:
-                tracer.contents.check_classes(*args, **kwargs)
-            if func in _DIFFERENTIATING or func is _MAKE_DUAL:
-                tracer.differentiate(is_forward=func is _MAKE_DUAL)
+            if (handle := _HANDLERS.get(func)) is not None:
+                return handle(self, *args, **kwargs)
+            if (note := _NOTES.get(func)) is not None:
+                note(tracer, *args, **kwargs)
             tracer.generator = kwargs.get("generator")
             if func in _READING or func in _ROUNDING and tracer.contents.may_break_graph:
                 return tracer.contents.read_contents(func, args, kwargs)
-            if func is torch.Tensor.__deepcopy__:
-                return tracer.deep_copy(*args)
-            if func is torch.Tensor.register_hook:
-                return self.tensor_hooks.register(*args, **kwargs)
-            if func is torch.Tensor.register_post_accumulate_grad_hook:
-                tracer.hooks.append(f"A tensor of `forward` ({tracer.recorder.source()})")
             if (composed := COMPOSED.get(func)) is not None:
                 with self:
                     return composed(*args, **kwargs)
@@ -118,14 +101,40 @@ class FunctionInterceptor(TorchFunctionMode):
         return tracer.record_preserved(preserved, func, *with_plain_sizes(func, args, kwargs))
 
 
-_PARTS: dict[Any, Any] = {
-    torch.narrow: narrow,
-    torch.Tensor.narrow: narrow,
-    torch.select: select,
-    torch.Tensor.select: select,
-}
-"""Functions whose numbers may be tensors that only a run knows."""
+def _indexing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Handler for a function whose numbers may be tensors that only a run knows."""
+    return lambda self, *args, **kwargs: function(self._tracer.contents, self.row_views, *args, **kwargs)
 
+
+_tensor: Any = torch.Tensor
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    _tensor.detach_: lambda self, *args: self._tracer.record_detach_(*args),
+    _tensor.data.__set__: lambda self, *args: self._tracer.record_set_data(*args),
+    _tensor.__deepcopy__: lambda self, *args: self._tracer.deep_copy(*args),
+    _tensor.register_hook: lambda self, *args, **kwargs: self.tensor_hooks.register(*args, **kwargs),
+    _tensor.__getitem__: _indexing(getitem),
+    _tensor.__setitem__: _indexing(setitem),
+    **dict.fromkeys((torch.narrow, _tensor.narrow), _indexing(narrow)),
+    **dict.fromkeys((torch.select, _tensor.select), _indexing(select)),
+}
+"""Replacements of functions, called with the interceptor and the arguments."""
+
+_NOTES: dict[Any, Callable[..., None]] = {
+    **dict.fromkeys(
+        (_tensor.requires_grad_, _tensor.requires_grad.__set__),
+        lambda tracer, *args, **kwargs: tracer.recorder.record_requires_grad(*args, **kwargs),
+    ),
+    **dict.fromkeys(
+        (torch.autograd.grad, torch.autograd.backward, _tensor.backward),
+        lambda tracer, *args, **kwargs: tracer.differentiate(is_forward=False),
+    ),
+    torch._VF._make_dual: lambda tracer, *args, **kwargs: tracer.differentiate(is_forward=True),
+    torch.nn.functional.one_hot: lambda tracer, *args, **kwargs: tracer.contents.check_classes(*args, **kwargs),
+    _tensor.register_post_accumulate_grad_hook: lambda tracer, *args, **kwargs: tracer.hooks.append(
+        f"A tensor of `forward` ({tracer.recorder.source()})"
+    ),
+}
+"""What a tracer does before a function runs, called with the tracer and the arguments."""
 
 _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__format__", "data_ptr", "numpy", "tolist"))
 """Functions in which numbers leave PyTorch without an op of its."""
@@ -133,12 +142,6 @@ _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__fo
 
 _ROUNDING = (torch.Tensor.__bool__, torch.Tensor.__int__)
 """Functions that read a number and reduce it to fewer values, such as a truth value: programs depend on the result."""
-
-
-_DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
-
-
-_MAKE_DUAL = torch._VF._make_dual
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -259,27 +260,18 @@ class Tracer:
         """Record an op of PyTorch."""
         if self.is_suspended or op.namespace == "prim":
             return op(*args, **kwargs)
-        if (
-            op._opname.rstrip("_") == "index_put"
-            and is_mixed(args[1])
-            and (indices := masks_to_indices(self.contents, args[1]))
-        ):
-            args = (args[0], indices, *args[2:])
-        arguments = arguments_of(op, args, kwargs)
-        generator = arguments.pop("generator", None)
+        if op._opname.rstrip("_") == "index_put" and is_mixed(args[1]):
+            args = (args[0], masks_to_indices(self.contents, args[1]) or args[1], *args[2:])
+        call = _OpCall.of(op, args, kwargs)
+        generator = call.arguments.pop("generator", None)
         if generator is not None and generator is not torch.default_generator:
             with self.op_interceptor:  # ops get a proxy of the user's generator, which is another object
                 return self._host_draws.draw(op, self.generator or generator, args, kwargs)
-        overwritten = {name: arguments[name] for name in written_arguments(op) if name in arguments}
-        name = f"{op.namespace}.{op._opname}"
-        if overwritten and name not in _OVERWRITING and not name.endswith("__"):
-            name = name.removesuffix("_")
-        results = self._decomposed(op, name, args, kwargs, arguments, overwritten)
+        results = self._decomposed(call)
         if results is not NotImplemented:
             return results
-        plain = [t for t in pytree.tree_leaves(overwritten) if not isinstance(t, FakeTensor)]
         try:
-            results = self._on_stand_ins(op, args, kwargs, plain) if plain else op(*args, **kwargs)
+            results = self._on_stand_ins(call)
         except ValueError:
             if op is torch.ops.aten.view.default:  # as PyTorch says it of tensors that have numbers
                 raise RuntimeError(_NOT_A_VIEW) from None
@@ -292,71 +284,100 @@ class Tracer:
             return self.contents.break_graph(op, args, kwargs) if constant is None else constant
         if torch.Tag.inplace_view in op.tags:
             self.recorder.record_new_view(args[0])
-        elif overwritten:
-            self._record_written(name, op._overloadname, arguments, overwritten, results)
-        elif name != "aten.as_strided":  # whose layout is known when it is read
-            self._record_new(name, op._overloadname, arguments, args, results)
+        elif call.overwritten:
+            self._record_written(call, results)
+        elif call.name != "aten.as_strided":  # whose layout is known when it is read
+            self._record_new(call, results)
         return results
 
-    def _decomposed(
-        self,
-        op: torch._ops.OpOverload,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        arguments: Mapping[str, Any],
-        overwritten: Mapping[str, Any],
-    ) -> Any:
+    def _decomposed(self, call: _OpCall) -> Any:
         """Record an op as its decomposition, and return the results; `NotImplemented` for ops without one."""
+        op, args = call.op, call.args
         is_norm = self.differentiates and op in NORMS  # its statistics are functions of the input, to derivatives
-        updates = [*overwritten] == ["input"] and torch.Tag.inplace_view not in op.tags and name not in _OVERWRITING
+        updates = [*call.overwritten] == ["input"] and torch.Tag.inplace_view not in op.tags and call.reads_overwritten
         decomposed = sequential_update(op, args[0]) if updates and isinstance(args[0], torch.Tensor) else None
-        if decomposed is None and (is_norm or not self._lowered(name, op._overloadname)):
+        if decomposed is None and (is_norm or not self._lowered(call.name, op._overloadname)):
             decomposed = decomposition(op)
         if decomposed is None:
             return NotImplemented
         with self.recorder.recording_decomposition() as final, self.op_interceptor:
-            results = decomposed(*args, **kwargs)
+            results = decomposed(*args, **call.kwargs)
             if all(result.alias_info is None for result in op._schema.returns):  # where the parts give a view
-                results = pytree.tree_map(lambda t: t.clone() if shares_storage(t, arguments) else t, results)
+                results = pytree.tree_map(lambda t: t.clone() if shares_storage(t, call.arguments) else t, results)
             differentiable = results[:1] if is_norm else results
-            final += tensors_in([differentiable, *overwritten.values()])
+            final += tensors_in([differentiable, *call.overwritten.values()])
         return results
 
-    def _record_new(self, name: str, overload: str, arguments: Mapping[str, Any], args: Any, results: Any) -> None:
+    def _record_new(self, call: _OpCall, results: Any) -> None:
         """Record an op that returns new tensors or views; nothing for one that returns plain values."""
         if not tensors_in(results):
             return
-        node = self.recorder.add_node(name, overload, arguments)
-        if name == "aten.lift_fresh":  # `torch.tensor` does so, and types of the host, such as `torch.LongTensor`
+        node = self.recorder.add_node(call.name, call.op._overloadname, call.arguments)
+        if call.name == "aten.lift_fresh":  # `torch.tensor` does so, and types of the host, such as `torch.LongTensor`
             if is_of_type := hears_functions(self.function_interceptor):  # which is no function
                 self.recorder.host.created.add(node)
             node.is_on_host = is_of_type or self.recorder.makes_on_host
         # A lazy conjugate or negation is materialised in a clone, below autograd.
-        is_resolved = name == "aten.clone" and (args[0].is_conj() or args[0].is_neg()) and torch.is_grad_enabled()
-        if not self.recorder.add_views(node, arguments, results):
-            self.recorder.add_results(node, results, blocks_grad=not is_resolved)
+        is_lazy = call.name == "aten.clone" and (call.args[0].is_conj() or call.args[0].is_neg())
+        if not self.recorder.add_views(node, call.arguments, results):
+            self.recorder.add_results(node, results, blocks_grad=not (is_lazy and torch.is_grad_enabled()))
 
-    def _record_written(
-        self, name: str, overload: str, given: Mapping[str, Any], overwritten: Mapping[str, Any], results: Any
-    ) -> None:
+    def _record_written(self, call: _OpCall, results: Any) -> None:
         """Record an op that overwrites arguments: their new values become results."""
-        read = {"input"} if name not in _OVERWRITING else set()
-        inputs = {key: value for key, value in given.items() if key not in overwritten or key in read}
-        tensors = tensors_in(dict(overwritten))
-        node = self.recorder.add_node(name, overload, inputs, written=tensors)
+        read = {"input"} if call.reads_overwritten else set()
+        inputs = {key: value for key, value in call.arguments.items() if key not in call.overwritten or key in read}
+        tensors = tensors_in(dict(call.overwritten))
+        node = self.recorder.add_node(call.name, call.op._overloadname, inputs, written=tensors)
         ids = list(map(id, tensors))
         self.recorder.add_results(node, [t for t in pytree.tree_leaves(results) if id(t) not in ids])
         self.recorder.overwrite(node, tensors)
 
-    def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
-        """Run an op that overwrites user tensors outside the model on fake copies, so that they keep their contents."""
+    def _on_stand_ins(self, call: _OpCall) -> Any:
+        """Run an op; one that overwrites user tensors outside the model on fake copies, so that these keep their
+        contents."""
+        plain = [t for t in pytree.tree_leaves(call.overwritten) if not isinstance(t, FakeTensor)]
+        if not plain:
+            return call.op(*call.args, **call.kwargs)
         for t in plain:
             self.recorder.value_of(t)  # its current value
         stand_ins = {id(t): self.fake(t) for t in plain}
         originals = {id(other): t for other, t in zip(stand_ins.values(), plain, strict=True)}
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: stand_ins.get(id(t), t), (args, kwargs))
-        return pytree.tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), op(*args, **kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: stand_ins.get(id(t), t), (call.args, call.kwargs))
+        return pytree.tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), call.op(*args, **kwargs))
+
+
+@dataclass(frozen=True)
+class _OpCall:
+    """Call of an op of PyTorch.
+
+    Attributes:
+        args, kwargs: arguments as passed.
+        name: name of the recorded op.
+        arguments: arguments by name.
+        overwritten: arguments that the op overwrites, by name.
+    """
+
+    op: torch._ops.OpOverload
+    args: Any
+    kwargs: Any
+    name: str
+    arguments: dict[str, Any]
+    overwritten: dict[str, Any]
+
+    @classmethod
+    def of(cls, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> _OpCall:
+        """A call, given as to PyTorch."""
+        arguments = arguments_of(op, args, kwargs)
+        overwritten = {name: arguments[name] for name in written_arguments(op) if name in arguments}
+        name = f"{op.namespace}.{op._opname}"
+        if overwritten and name not in _OVERWRITING and not name.endswith("__"):
+            name = name.removesuffix("_")
+        return cls(op, args, kwargs, name, arguments, overwritten)
+
+    @property
+    def reads_overwritten(self) -> bool:
+        """Whether results depend on previous contents of what it overwrites."""
+        return self.name not in _OVERWRITING
 
 
 class RetryWithoutPreserving(BaseException):

@@ -99,10 +99,6 @@ def _replication_pad(op: Any, dims: int, grad: torch.Tensor, input: torch.Tensor
     return _by_matrices(grad, input.shape[-dims:], pad)
 
 
-def _log_sigmoid(grad: torch.Tensor, input: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    return grad * torch.sigmoid(-input)  # the buffer is used by kernels for CPUs
-
-
 def _shrink(grad: torch.Tensor, input: torch.Tensor, lambd: float) -> torch.Tensor:
     return torch.where((input >= -lambd) & (input <= lambd), 0.0, grad)
 
@@ -208,7 +204,7 @@ BACKWARD: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.native_group_norm.default: _group_norm,
     aten._efficientzerotensor.default: aten.zeros,  # PyTorch adds these below autograd
     aten.convolution_backward.default: _convolution,
-    aten.log_sigmoid_backward.default: _log_sigmoid,
+    aten.log_sigmoid_backward.default: lambda grad, input, buffer: grad * torch.sigmoid(-input),  # kernels use `buffer`
     aten.softshrink_backward.default: _shrink,
     aten.hardshrink_backward.default: _shrink,
     aten._trilinear.default: _trilinear,

@@ -215,10 +215,6 @@ def _unary(step: str) -> Callable[[Counter], Any]:
     return lambda self: self.tape.call(step, self)
 
 
-def _refuse_access(self: Counter, *args: Any) -> Any:
-    return self.tape.refuse(self)
-
-
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(Counter, f"__{_name}__", _binary(_name))
     setattr(Counter, f"__r{_name}__", _binary(f"r{_name}"))
@@ -229,7 +225,7 @@ for _name in ("neg", "pos", "abs"):
 for _name in ("floor", "ceil", "trunc"):
     setattr(Counter, f"__{_name}__", _unary(f"math.{_name}"))
 for _name in "int float index complex hash reduce_ex".split():
-    setattr(Counter, f"__{_name}__", _refuse_access)
+    setattr(Counter, f"__{_name}__", lambda self, *args: self.tape.refuse(self))
 
 
 # Functions written in C -----------------------------------------------------------------------------------------------

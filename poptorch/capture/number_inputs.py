@@ -14,10 +14,7 @@ from poptorch.capture.torch_private import without_modes
 from poptorch.capture.trace import Data, Node, Trace, Value
 
 _OTHER = ("other",)
-
-
 _FILLED = ("fill_value", "value")
-
 
 _CARRYING: dict[str, Collection[str]] = {
     **dict.fromkeys((f"aten.{name}" for name in "add sub rsub".split()), ("other", "alpha")),
@@ -133,8 +130,8 @@ def merge_captures(
         problems: the paths on which it raises something.
     """
     (first, trace), *_ = captures
-    as_plain = _positions(trace, plain, first.slots, {})
-    found_positions = [_positions(trace, other, first.slots, tape.slots) for tape, other in captures]
+    as_plain = _Comparison(first.slots, {}).positions(trace, plain)
+    found_positions = [_Comparison(first.slots, tape.slots).positions(trace, other) for tape, other in captures]
     if as_plain is None or any(each is None for each in found_positions):
         return None
     if not all(_operands_equal(node.op, first.number(a), b) for node, _, a, b in as_plain):
@@ -172,53 +169,59 @@ def _operands_equal(op: str, one: Operand, other: Operand) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _positions(
-    trace: Trace, other: Trace, slots: Mapping[Value, Operand], others: Mapping[Value, Operand]
-) -> list[tuple[Node, str, Operand, Operand]] | None:
-    """Numeric arguments that inputs may replace: node, argument name, and operands from both traces.
+class _Comparison:
+    """Comparison of two traces: they are to differ in numeric arguments alone.
 
-    `None` if the traces differ in more than that.
+    Args:
+        slots, other_slots: operands of number inputs in each trace.
     """
-    positions: list[tuple[Node, str, Operand, Operand]] = []
-    equal_values: dict[int, Value] = {}
 
-    def arguments_equal(argument: Any, other_node: Any) -> bool:
-        if isinstance(argument, Value):
-            return isinstance(other_node, Value) and equal_values.get(id(argument)) is other_node
-        if isinstance(argument, Trace) and isinstance(other_node, Trace):
-            return argument.is_like(other_node) and all_equal(argument.outer, other_node.outer)
-        if isinstance(argument, torch.Tensor) or isinstance(other_node, torch.Tensor):
-            return argument is other_node
-        return type(argument) is type(other_node) and Trace.capture_key(argument) == Trace.capture_key(other_node)
+    def __init__(self, slots: Mapping[Value, Operand], other_slots: Mapping[Value, Operand]) -> None:
+        self._slots, self._other_slots = slots, other_slots
+        self._counterparts: dict[int, Value] = {}
 
-    def all_equal(arguments: Sequence[Any], others: Sequence[Any]) -> bool:
-        return len(arguments) == len(others) and all(map(arguments_equal, arguments, others))
+    def positions(self, trace: Trace, other: Trace) -> list[tuple[Node, str, Operand, Operand]] | None:
+        """Numeric arguments that inputs may replace: node, argument name, and operands from both traces.
 
-    def bound(arguments: list[Value], others: list[Value]) -> bool:
-        equal_values.update((id(a), b) for a, b in zip(arguments, others, strict=False))
-        return [(a.shape, a.dtype) for a in arguments] == [(b.shape, b.dtype) for b in others]
-
-    if not bound(trace.inputs, other.inputs) or len(trace.nodes) != len(other.nodes):
-        return None
-    for node, other_node in zip(trace.nodes, other.nodes, strict=True):
-        (op, overload, arguments), (other_op, other_overload, others_arguments) = (
-            _as_fill_op(node),
-            _as_fill_op(other_node),
-        )
-        if (op, overload, arguments.keys()) != (other_op, other_overload, others_arguments.keys()):
+        `None` if the traces differ in more than that.
+        """
+        positions: list[tuple[Node, str, Operand, Operand]] = []
+        if not self._pair(trace.inputs, other.inputs) or len(trace.nodes) != len(other.nodes):
             return None
-        for key, argument in arguments.items():
-            other_argument = others_arguments[key]
-            a: Any = slots.get(argument, argument) if isinstance(argument, Value) else as_python(argument)
-            b: Any = (
-                others.get(other_argument, other_argument)
-                if isinstance(other_argument, Value)
-                else as_python(other_argument)
-            )
-            if key in _CARRYING.get(op, ()) and all(type(each) in (tuple, *COUNTER_TYPES) for each in (a, b)):
-                positions.append((node, key, a, b))
-            elif not all_equal(*(pytree.tree_leaves(each) for each in (argument, other_argument))):
+        for node, other_node in zip(trace.nodes, other.nodes, strict=True):
+            op, overload, arguments = _as_fill_op(node)
+            other_op, other_overload, other_arguments = _as_fill_op(other_node)
+            if (op, overload, arguments.keys()) != (other_op, other_overload, other_arguments.keys()):
                 return None
-        if not bound(node.results, other_node.results):
-            return None
-    return positions if all_equal(trace.outputs, other.outputs) else None
+            for key, argument in arguments.items():
+                other_argument = other_arguments[key]
+                a, b = _operand(argument, self._slots), _operand(other_argument, self._other_slots)
+                if key in _CARRYING.get(op, ()) and all(type(each) in (tuple, *COUNTER_TYPES) for each in (a, b)):
+                    positions.append((node, key, a, b))
+                elif not self._all_equal(*(pytree.tree_leaves(each) for each in (argument, other_argument))):
+                    return None
+            if not self._pair(node.results, other_node.results):
+                return None
+        return positions if self._all_equal(trace.outputs, other.outputs) else None
+
+    def _pair(self, values: list[Value], others: list[Value]) -> bool:
+        """Make values counterparts of others. Returns whether all are alike."""
+        self._counterparts.update((id(a), b) for a, b in zip(values, others, strict=False))
+        return [(a.shape, a.dtype) for a in values] == [(b.shape, b.dtype) for b in others]
+
+    def _all_equal(self, arguments: Sequence[Any], others: Sequence[Any]) -> bool:
+        return len(arguments) == len(others) and all(map(self._equal, arguments, others))
+
+    def _equal(self, argument: Any, other: Any) -> bool:
+        if isinstance(argument, Value):
+            return isinstance(other, Value) and self._counterparts.get(id(argument)) is other
+        if isinstance(argument, Trace) and isinstance(other, Trace):
+            return argument.is_like(other) and self._all_equal(argument.outer, other.outer)
+        if isinstance(argument, torch.Tensor) or isinstance(other, torch.Tensor):
+            return argument is other
+        return type(argument) is type(other) and Trace.capture_key(argument) == Trace.capture_key(other)
+
+
+def _operand(argument: Any, slots: Mapping[Value, Operand]) -> Any:
+    """Operand of an input for numbers; a number as Python's; other arguments unchanged."""
+    return slots.get(argument, argument) if isinstance(argument, Value) else as_python(argument)

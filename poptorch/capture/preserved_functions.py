@@ -126,14 +126,6 @@ def _shaped_as_ctc(log_probs: torch.Tensor, targets: torch.Tensor, reduction: st
     return losses if reduction == "none" else losses.sum()
 
 
-def _shaped_as_batch_norm(momentum: float | torch.Tensor, **given: Any) -> torch.Tensor:
-    return F.batch_norm(momentum=0.0, **given)
-
-
-def _shaped_as_linear_cross_entropy(options: Any, **given: Any) -> torch.Tensor:
-    return F.linear_cross_entropy(**given)  # options only select the algorithm
-
-
 _LOSSES_OF_TORCH = _named(
     "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss kl_div margin_ranking_loss "
     "poisson_nll_loss triplet_margin_loss",
@@ -146,7 +138,8 @@ _PRESERVED_LOSSES = (
     _preserve(F.gaussian_nll_loss, shaped_as=_shaped_as_gaussian_nll),
     _preserve(F.ctc_loss, torch.ctc_loss, shaped_as=_shaped_as_ctc),
     *(_preserve(loss, shaped_as=_shaped_as_margin(loss)) for loss in (F.multilabel_margin_loss, F.multi_margin_loss)),
-    _preserve(F.linear_cross_entropy, shaped_as=_shaped_as_linear_cross_entropy),
+    # Options only select the algorithm.
+    _preserve(F.linear_cross_entropy, shaped_as=lambda options, **given: F.linear_cross_entropy(**given)),
 )
 
 LOSSES = frozenset(each.op for each in _PRESERVED_LOSSES)
@@ -240,7 +233,11 @@ def _shaped_as_lstsq(
 
 PRESERVED_FUNCTIONS: tuple[PreservedFunction, ...] = (
     *_PRESERVED_LOSSES,
-    _preserve(F.batch_norm, writes=_statistics, shaped_as=_shaped_as_batch_norm),
+    _preserve(
+        F.batch_norm,
+        writes=_statistics,
+        shaped_as=lambda momentum, **given: F.batch_norm(momentum=0.0, **given),  # it may be a tensor
+    ),
     _preserve(F.instance_norm, torch.instance_norm, writes=_statistics),
     _preserve(torch.native_batch_norm, writes=_statistics),
     _preserve(torch.batch_norm, writes=_statistics),

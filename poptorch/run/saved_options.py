@@ -12,6 +12,7 @@ from poptorch.settings.setting import OptionsDict, Setting
 from popxl.options import OF_THE_RUN
 
 _PROCESS_OPTIONS = ("Distributed.",)  # set by the environment
+_SESSION_OPTIONS = "_Popart.options"
 
 
 def options_to_data(options: Options) -> dict[str, Any]:
@@ -19,18 +20,14 @@ def options_to_data(options: Options) -> dict[str, Any]:
 
     Options of the machine are omitted, too: they belong to the process that runs the model.
     """
-    return {
-        name: to_data(_without_run_options(value) if name == _SESSION_OPTIONS else value, f"options.{name}")
+    values = {
+        name: value
         for name, value in options._dotted()
         if not (isinstance(value, _IExecutionStrategy) or name.startswith(_PROCESS_OPTIONS) or _is_run_option(name))
     }
-
-
-_SESSION_OPTIONS = "_Popart.options"
-
-
-def _without_run_options(session_options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in session_options.items() if name not in OF_THE_RUN}
+    session_options = values[_SESSION_OPTIONS]
+    values[_SESSION_OPTIONS] = {name: value for name, value in session_options.items() if name not in OF_THE_RUN}
+    return {name: to_data(value, f"options.{name}") for name, value in values.items()}
 
 
 def _is_run_option(name: str) -> bool:

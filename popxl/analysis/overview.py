@@ -13,7 +13,7 @@ from popxl.analysis.memory import EnteredCall, Steps, memory_of, steps_of
 from popxl.analysis.mesh import mesh_of
 from popxl.base.pages import Picture, bytes_text
 from popxl.base.step_picture import Layer, LineCollectives, step_picture
-from popxl.core.aliasing import reachable, storages
+from popxl.core.aliasing import lowered_ops, reachable, storages
 from popxl.core.tensor import Constant, Tensor, Variable
 
 if TYPE_CHECKING:
@@ -192,8 +192,7 @@ def _moves(op: Op) -> bool:
 
 def _axes_and_collectives(ir: Ir) -> tuple[list[tuple[str, int]], list[LineCollectives]]:
     """The axes of a program, and its collectives by line, the most bytes first."""
-    ops = [member for graph in reachable(ir.main_graph) for op in graph.ops for member in op.parts]
-    mesh = mesh_of(ir, [op for op in ops if op.kind.between_replicas])
+    mesh = mesh_of(ir, [op for op in lowered_ops(ir.main_graph.ops) if op.kind.between_replicas])
     if mesh is None:
         return [("replicas", ir.replication_factor)], [*_by_line(ir, lambda stride, size: (0,))]
     return [*zip(mesh.names, mesh.sizes, strict=True)], [*_by_line(ir, mesh.along)]

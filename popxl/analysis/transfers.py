@@ -37,7 +37,7 @@ def unread_streams(main: Graph) -> set[Stream]:
     """Streams whose loaded values go unread."""
     read = {t for graph in reachable(main) for t in graph.outputs}
     loads: dict[Stream, list[Tensor]] = {}
-    for op in lowered_ops(main):
+    for op in lowered_ops(main.ops):
         loads_from = op.attributes["stream"] if op.kind.exchange == "stream" and op.outputs else None
         if loads_from is None:
             read.update(op.inputs)
@@ -59,7 +59,7 @@ def warn_of_unused_transfers(ir: Ir) -> None:
     counts = transfers_of(main)
     needed = max((count for stream, count in counts.items() if not stream.has_own_transfers), default=0)
     users: dict[Stream, Op] = {}
-    for op in lowered_ops(main):
+    for op in lowered_ops(main.ops):
         if op.kind.exchange == "stream":
             users.setdefault(op.attributes["stream"], op)
     for stream, count in counts.items():

@@ -67,19 +67,28 @@ def used_storages(graph: Graph) -> set[Tensor]:
 
 def reachable(graph: Graph) -> tuple[Graph, ...]:
     """A graph and all transitively called graphs, each once, in order of first mention."""
-    graphs: dict[Graph, None] = {}
-    waiting = [graph]
+    return _reached([graph])
+
+
+def called_by(ops: Iterable[Op]) -> tuple[Graph, ...]:
+    """The graphs that ops call, and all transitively called graphs, each once, in order of first mention."""
+    return _reached([graph for op in ops for graph in op.called_graphs])
+
+
+def _reached(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
+    reached: dict[Graph, None] = {}
+    waiting = [*reversed(graphs)]
     while waiting:
         current = waiting.pop()
-        if current not in graphs:
-            graphs[current] = None
+        if current not in reached:
+            reached[current] = None
             waiting += reversed(current.called_graphs)
-    return tuple(graphs)
+    return tuple(reached)
 
 
-def lowered_ops(graph: Graph) -> Iterator[Op]:
-    """All executed ops of a graph and its callees: each graph once, composite ops expanded."""
-    return (member for callee in reachable(graph) for op in callee.ops for member in op.parts)
+def lowered_ops(ops: Sequence[Op]) -> Iterator[Op]:
+    """All executed ops among `ops` and in graphs that these call: each graph once, composite ops expanded."""
+    return (part for each in (ops, *(graph.ops for graph in called_by(ops))) for op in each for part in op.parts)
 
 
 def readers(graph: Graph) -> dict[Tensor, list[Op]]:
@@ -118,7 +127,7 @@ def through_calls(t: Tensor) -> Iterator[Tensor]:
 
 def has_effect(op: Op) -> bool:
     """Test whether an op or one of its callees has side effects."""
-    return op.kind.effect or any(inner.kind.effect for g in op.called_graphs for r in reachable(g) for inner in r.ops)
+    return op.kind.effect or any(inner.kind.effect for graph in called_by([op]) for inner in graph.ops)
 
 
 def written_tensors(graph: Graph) -> set[Tensor]:

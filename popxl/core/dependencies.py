@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from popxl.core.aliasing import reachable, storages
+from popxl.core.aliasing import lowered_ops, storages
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
@@ -76,10 +76,8 @@ def dependencies(graph: Graph) -> dict[Op, Needs]:
 
 def external_resources(op: Op) -> Iterator[object]:
     """Resources outside program tensors used by an op or its callees."""
-    called = dict.fromkeys(graph for callee in op.called_graphs for graph in reachable(callee))
-    for executed in (op, *(inner for graph in called for inner in graph.ops)):
-        for member in executed.parts:
-            if member.kind.exchange:
-                yield member.kind.exchange, member.attributes[member.kind.exchange]
-            elif member.kind.effect:
-                yield "effect"
+    for executed in lowered_ops([op]):
+        if executed.kind.exchange:
+            yield executed.kind.exchange, executed.attributes[executed.kind.exchange]
+        elif executed.kind.effect:
+            yield "effect"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from popxl.base.names import snake
 from popxl.base.source import DebugRecord, SourceLocation
 from popxl.context import user_frame
-from popxl.core.aliasing import reachable
+from popxl.core.aliasing import called_by
 from popxl.core.tensor import Location, Tensor
 from popxl.core.tracing import needed
 from popxl.core.traits import Run
@@ -185,7 +185,7 @@ class Op:
         """Test whether this op calls or loops a multi-IPU graph that includes a location's IPU."""
         if location[0] in (None, self.ipu):
             return False
-        return len({op.ipu for called in self.called_graphs for graph in reachable(called) for op in graph.ops}) > 1
+        return len({op.ipu for graph in called_by([self]) for op in graph.ops}) > 1
 
     @property
     def op_type(self) -> str:

@@ -16,7 +16,7 @@ from jax import lax
 
 from popxl.analysis.flops import own_flops
 from popxl.base.arrays import Array
-from popxl.core.aliasing import reachable
+from popxl.core.aliasing import called_by
 from popxl.core.recording import Op
 from popxl.core.rounding import rounds
 from popxl.core.tensor import Tensor
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 def is_batchable(op: Op) -> bool:
     """Whether an op, including its called graphs, computes results from operands alone, without products."""
-    called = (each for callee in op.called_graphs for graph in reachable(callee) for each in graph.ops)
-    return all(_is_local(each) for each in (op, *called))
+    return _is_local(op) and all(_is_local(each) for graph in called_by([op]) for each in graph.ops)
 
 
 _UNBATCHED = frozenset("pure_callback io_callback debug_callback ffi_call pallas_call shard_map".split())

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from popxl.base.arrays import Array
-from popxl.core.aliasing import lowered_ops, reachable
+from popxl.core.aliasing import lowered_ops
 from popxl.core.recording import Op
 from popxl.core.rounding import rounds
 from popxl.dtypes import dtype as dtype_
@@ -331,10 +331,7 @@ def channels_of(*graphs: Graph) -> tuple[Channel, ...]:
 
 def channels_of_ops(ops: Iterable[Op]) -> tuple[Channel, ...]:
     """The channels that ops use; see `channels_of`."""
-    ops = tuple(ops)
-    called = dict.fromkeys(g for op in ops for callee in op.called_graphs for g in reachable(callee))
-    ops += tuple(op for g in called for op in g.ops)
-    ops = tuple(part for op in ops for part in op.parts)
+    ops = tuple(lowered_ops([*ops]))
     things = (op.attributes.get(op.kind.exchange) for op in ops)
     used: set[Channel] = {thing for thing in things if isinstance(thing, Stream | RemoteBuffer)}
     if any(op.kind.requirements for op in ops):
@@ -352,9 +349,9 @@ def _order(channel: Channel) -> tuple[bool, Any]:
 
 def prints(graph: Graph) -> bool:
     """Whether a graph prints, including called graphs."""
-    return any(op.kind is print_tensor_kind for op in lowered_ops(graph))
+    return any(op.kind is print_tensor_kind for op in lowered_ops(graph.ops))
 
 
 def has_side_effects(graph: Graph) -> bool:
     """Whether a graph prints or stores to remote buffers, including called graphs."""
-    return any(op.kind in (print_tensor_kind, remote_store_kind) for op in lowered_ops(graph))
+    return any(op.kind in (print_tensor_kind, remote_store_kind) for op in lowered_ops(graph.ops))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import partial, reduce
-from itertools import chain
 from operator import add
 from typing import Literal
 
@@ -182,7 +181,4 @@ def devices_meet(ops: Iterable[Op], replicas: Replicas) -> bool:
     """Whether any op is a collective over several devices."""
     if replicas.mesh is None:
         return False
-    ops = tuple(ops)
-    graphs = dict.fromkeys(graph for op in ops for graph in op.called_graphs)
-    parts = chain((part for op in ops for part in op.parts), *map(lowered_ops, graphs))
-    return any(part.kind.between_replicas and part.attributes["group_size"] > 1 for part in parts)
+    return any(op.kind.between_replicas and op.attributes["group_size"] > 1 for op in lowered_ops([*ops]))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from popxl.base.arrays import Array
 from popxl.base.names import identifier
-from popxl.core.aliasing import reachable
+from popxl.core.aliasing import called_by
 from popxl.core.recording import Op
 from popxl.core.recursion import nesting, raised_recursion_limit
 from popxl.core.rounding import HALVES
@@ -289,7 +289,7 @@ _CALL, _BRANCH = 6, 10
 def _call_sites(ops: Iterable[Op]) -> Counter[Graph]:
     """The number of call sites of each graph."""
     sites = Counter(callee for op in ops for callee in op.called_graphs)
-    for graph in dict.fromkeys(graph for callee in sites for graph in reachable(callee)):
+    for graph in called_by(ops):
         sites.update(callee for op in graph.ops for callee in op.called_graphs)
     return sites
 

@@ -218,7 +218,7 @@ def _flatten_replicas(count: int, is_batched: Sequence[bool], slots: Array, *res
 
 def buffer_text(buffer: RemoteBuffer, main: Graph) -> str:
     """Describe a buffer for errors: its variables, and its first user's source line."""
-    users = (op for op in lowered_ops(main) if op.attributes.get("buffer") is buffer)
+    users = (op for op in lowered_ops(main.ops) if op.attributes.get("buffer") is buffer)
     used = next((f" ({op!r}, {op.source})" for op in users), "")
     variables = ", ".join(repr(v.name) for v in variables_in(buffer, main.variables))
     return f"{f'the remote variables {variables} in ' if variables else ''}{buffer!r}{used}"
@@ -289,7 +289,7 @@ def _shape(buffer: RemoteBuffer, replicas: Replicas, sharding: Any) -> tuple[int
 
 def stored_to(main: Graph) -> frozenset[RemoteBuffer]:
     """Buffers that a program modifies."""
-    return frozenset(op.attributes["buffer"] for op in lowered_ops(main) if op.kind is remote_store_kind)
+    return frozenset(op.attributes["buffer"] for op in lowered_ops(main.ops) if op.kind is remote_store_kind)
 
 
 def variables_in(buffer: RemoteBuffer, variables: Iterable[Variable]) -> tuple[Variable, ...]:

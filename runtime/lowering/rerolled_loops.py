@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from popxl.base.arrays import Array
-from popxl.core.aliasing import reachable
+from popxl.core.aliasing import called_by
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.graph import Graph
@@ -125,8 +125,7 @@ class ProgramOrder:
 def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environment, context: Context) -> None:
     """Lower a rerolled loop to `lax.scan`."""
     schedule = lowering.scheduling.schedule
-    called = dict.fromkeys(graph for op in loop.ops for callee in op.called_graphs for graph in reachable(callee))
-    has_loops = any(isinstance(item, RerolledLoop) for graph in called for item in schedule(graph))
+    has_loops = any(isinstance(item, RerolledLoop) for graph in called_by(loop.ops) for item in schedule(graph))
     with overriding_kernels(lowering.replicas.platform, lowering.hooks.overrides):
         builder = _ScanBuilder(loop, environment, lowering.hooks.invariant_row, has_loops)
     used = lowering.channels_of(loop.ops)

@@ -23,7 +23,7 @@ from popxl.base.arguments import check_type
 from popxl.base.arrays import Array
 from popxl.base.log import Logger
 from popxl.base.names import identifier
-from popxl.core.aliasing import used_storages, written_inputs, written_tensors
+from popxl.core.aliasing import lowered_ops, used_storages, written_inputs, written_tensors
 from popxl.core.rounding import RoundingKey
 from popxl.core.tensor import Tensor, Variable
 from popxl.errors import PopxlError
@@ -301,7 +301,7 @@ class GraphFunction:
         if FAILURE not in channels_of(self.graph):
             return
         id, number = channels.transfers(FAILURE)
-        for op in (part for g in self._snapshot.graphs for each in g.ops for part in each.parts):
+        for op in lowered_ops(self.graph.ops):
             for k, required in enumerate(op.kind.requirements):
                 where = f"in {op!r} of {op.graph.title} ({op.source})"
                 message = f"{where}, `{required.operand}` {required.message}, and it is not."

@@ -190,7 +190,7 @@ class Runner:
         id 0."""
         if id == TRANSFERS:
             raise too_many_transfers(self._layout, self._layout.limited[number])
-        for op in (op for op in lowered_ops(self._layout.main) if op.id == id):
+        for op in (op for op in lowered_ops(self._layout.main.ops) if op.id == id):
             required = op.kind.requirements[number]
             raise ApplicationRuntimeError(
                 f"Session.run: in {op!r} of {op.graph.title}, at {op.source.quoted}, `{required.operand}` "

@@ -32,7 +32,7 @@ def dimensions_of(ir: Ir, are_weighed: bool = False) -> tuple[Dimension, ...]:
         ValueError: if the program has axes of another number of replicas.
     """
     axes, count = ir.checked_axes("Session"), ir.replication_factor
-    ops = (op for op in lowered_ops(ir.main_graph) if op.kind.between_replicas)
+    ops = (op for op in lowered_ops(ir.main_graph.ops) if op.kind.between_replicas)
     groups = {(op.attributes["stride"], op.attributes["group_size"]) for op in ops}
     named = {} if axes is None else axes.by_stride
     places = dimensions_of_groups(count, {*groups, *named})

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from popxl.analysis.flops import own_flops
-from popxl.core.aliasing import callees_first, changed_inputs, reachable, shares_by_reference
+from popxl.core.aliasing import called_by, callees_first, changed_inputs, reachable, shares_by_reference
 from popxl.core.recording import Op
 from popxl.core.recursion import nesting, raised_recursion_limit
 from popxl.core.tensor import Constant, Tensor, Variable
@@ -52,8 +52,7 @@ class Rerolling(ProgramOrder):
         self.aliases = inlined.aliases
         signatures = OpSignatures(structures, inlined.aliases)
         self._reasons: dict[Graph, str | None] = {}
-        sharing = (op for graph in reachable(main) for op in graph.ops if shares_by_reference(op))
-        in_order = {g for op in sharing for callee in op.called_graphs for g in reachable(callee)}
+        in_order = {*called_by(op for graph in reachable(main) for op in graph.ops if shares_by_reference(op))}
         self._schedules = {
             graph: ops
             if graph in in_order  # its inputs have aliases that are overwritten
@@ -136,8 +135,7 @@ class Rerolling(ProgramOrder):
 
 def _has_products(loop: RerolledLoop) -> bool:
     """Whether iterations have matrix products or convolutions, which are separate kernels anyway."""
-    graphs = {graph for op in loop.ops for callee in op.called_graphs for graph in reachable(callee)}
-    ops = (op for every in (loop.ops, *(graph.ops for graph in graphs)) for op in every)
+    ops = (op for each in (loop.ops, *(graph.ops for graph in called_by(loop.ops))) for op in each)
     return any(own_flops(op).products for op in ops)
 
 

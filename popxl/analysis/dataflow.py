@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from itertools import compress
 from operator import or_
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from popxl.analysis.replicas.op_effects import is_linear
 from popxl.core.aliasing import storages
@@ -31,18 +31,32 @@ UnreadChange = Literal["input", "loaded", "local"]
 """Change of an input passed by value, of a copy of a remote buffer's slot, or of a constant or computed value."""
 
 
+class Flow(NamedTuple):
+    """Origins of a value, as two bit sets.
+
+    From `INPUTS` on, a bit set has one bit for each input or variable of the graph.
+
+    Attributes:
+        depends: all that the value depends on.
+        sources: sources of its numbers, if they are only scaled, moved, converted or added up; in programs with
+            replicas.
+    """
+
+    depends: int = 0
+    sources: int = 0
+
+    def __or__(self, other: Flow) -> Flow:
+        return Flow(self.depends | other.depends, self.sources | other.sources)
+
+
 @dataclass
 class GraphEffects:
     """Effects of one graph run, in terms of graph inputs or main-graph variables.
 
-    A bit set holds the dependencies of a value: from `INPUTS` on, one bit for each element of `storages`.
-
     Attributes:
-        storages: inputs and variables of the graph, in order.
-        outputs: dependencies of each output.
-        sources: sources of each output's numbers, if they are only scaled, moved, converted or added up.
-        contents: dependencies of the final content of each storage.
-        content_sources: sources of its final numbers, as `sources`.
+        storages: inputs and variables of the graph, in order; they number the bits of bit sets.
+        outputs: origins of each output.
+        contents: origins of the final content of each storage.
         writers: the last op that changes it, in called graphs too.
         initial_reads: storages whose initial content is read, other than by in-place changes and program outputs.
         reduced: storages that replicas reduce unchanged.
@@ -54,10 +68,8 @@ class GraphEffects:
 
     graph: Graph
     storages: Sequence[Tensor]
-    outputs: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    contents: list[int] = field(default_factory=list)
-    content_sources: list[int] = field(default_factory=list)
+    outputs: list[Flow] = field(default_factory=list)
+    contents: list[Flow] = field(default_factory=list)
     writers: list[Op | None] = field(default_factory=list)
     initial_reads: int = 0
     reduced: int = 0
@@ -90,6 +102,22 @@ def _input_numbers(bits: int) -> Iterator[int]:
         inputs ^= lowest
 
 
+class _Binding:
+    """Values that are bound to the inputs of a called graph, in order, with their origins in the caller."""
+
+    def __init__(self, flows: Iterable[Flow]) -> None:
+        self.depends, self.sources = zip(*flows, strict=True) if (flows := [*flows]) else ((), ())
+
+    def flow(self, inner: Flow) -> Flow:
+        """Origins in the caller of a value with these origins in the graph."""
+        return Flow(bind_inputs(inner.depends, self.depends), bind_inputs(inner.sources, self.sources))
+
+
+def _unwritten(t: Tensor) -> Flow:
+    """Origins of a storage that is neither an input nor written by any op."""
+    return Flow() if t.producer is not None or isinstance(t, Constant) else Flow(UNKNOWN_VALUE)
+
+
 class EffectsPass:
     """One pass through the ops of a graph, callees first."""
 
@@ -98,8 +126,9 @@ class EffectsPass:
         self.run = run = GraphEffects(graph, variables)
         self.storages_of = storages(graph.ops)
         self.number = {t: i for i, t in enumerate(variables)}
-        self.content: dict[Tensor, int] = {t: 1 << (INPUTS + i) for t, i in self.number.items()}
-        self.sources = dict(self.content) if graph.ir.replication_factor > 1 else {}  # for programs with replicas
+        bits = {t: 1 << (INPUTS + i) for t, i in self.number.items()}
+        has_replicas = graph.ir.replication_factor > 1
+        self.content = {t: Flow(bit, bit if has_replicas else 0) for t, bit in bits.items()}
         self.writer: dict[Tensor, Op] = {}
         self.last: dict[Tensor, tuple[Op, bool]] = {}  # last op on a storage, with a flag for a change
         self.loaded: dict[Tensor, None] = {}  # copies of slots of remote buffers
@@ -109,10 +138,8 @@ class EffectsPass:
             else:
                 for part in op.parts:
                     self.plain(part)
-        run.outputs = [self.dependence(t) for t in graph.outputs]
-        run.sources = [self.sources_of(t) for t in graph.outputs]
+        run.outputs = [self.flow(t) for t in graph.outputs]
         run.contents = [self.content[t] for t in variables]
-        run.content_sources = [self.sources.get(t, 0) for t in variables]
         run.writers = [self.writer.get(t) for t in variables]
         run.loaded = {i for i, t in enumerate(graph.outputs) if t in self.loaded}
         run.unread_changes = [*self.unread_changes()]
@@ -121,38 +148,24 @@ class EffectsPass:
         """Tensors that back a tensor's storage."""
         return self.storages_of.get(t, (t,))
 
-    def dependence(self, t: Tensor) -> int:
-        """Dependencies of a tensor."""
-        bits = 0
-        for s in self.stored(t):
-            bits |= self.content.get(s, 0 if s.producer is not None or isinstance(s, Constant) else UNKNOWN_VALUE)
-        return bits
-
-    def sources_of(self, t: Tensor) -> int:
-        """Sources of a tensor's numbers."""
-        bits = 0
-        for s in self.stored(t):
-            bits |= self.sources.get(s, 0)
-        return bits
+    def flow(self, t: Tensor) -> Flow:
+        """Origins of a tensor."""
+        flows = [self.content[s] if s in self.content else _unwritten(s) for s in self.stored(t)]
+        return flows[0] if len(flows) == 1 else reduce(or_, flows, Flow())
 
     def record_read(self, t: Tensor) -> None:
         """Record a read of a tensor's initial content."""
         for s in self.stored(t):
             i = self.number.get(s)
             if i is not None:
-                self.run.initial_reads |= self.content[s] & 1 << (INPUTS + i)
+                self.run.initial_reads |= self.content[s].depends & 1 << (INPUTS + i)
 
-    def record_results(self, op: Op, bits: int, sources: int) -> None:
-        """Record the results of an op, apart from those that alias operands."""
-        for t in op.outputs:
-            if self.stored(t) == (t,):
-                self.content[t], self.sources[t] = bits, sources
-
-    def record_write(self, t: Tensor, bits: int, sources: int, writer: Op, overwrites: bool) -> None:
+    def record_write(self, t: Tensor, flow: Flow, writer: Op, overwrites: bool) -> None:
         """Record an in-place change of a tensor."""
         for s in self.stored(t):
-            self.content[s] = bits if overwrites and s is t.origin else self.content.get(s, 0) | bits
-            self.sources[s] = self.sources.get(s, 0) | sources
+            before = self.content.get(s, Flow())
+            kept = 0 if overwrites and s is t.origin else before.depends
+            self.content[s] = Flow(kept | flow.depends, before.sources | flow.sources)
             self.writer[s] = writer
 
     def record_touch(self, op: Op, changed: Iterable[int]) -> None:
@@ -170,10 +183,11 @@ class EffectsPass:
         overwrites = kind.overwrites is not None and kind.overwrites.forgets(op.attributes)
         full_size = [t for t in op.inputs if t.nelms > 1] or op.inputs  # scalars only scale larger operands
         bits = sources = 0
+        flows = {t: self.flow(t) for t in op.inputs}
         for i, t in enumerate(op.inputs):
-            bits |= 0 if overwrites and i in op.modified else self.dependence(t)
+            bits |= 0 if overwrites and i in op.modified else flows[t].depends
         for t in full_size:
-            sources |= self.sources_of(t)
+            sources |= flows[t].sources
         if kind.exchange:
             stream = op.attributes.get("stream")
             bits |= UNKNOWN_VALUE if stream is None else PER_RUN
@@ -184,96 +198,78 @@ class EffectsPass:
         elif combines and not is_unmixed:
             self.run.reduced |= sources
         if kind.drops is not None and op.attributes[kind.drops.ratio]:
-            self.run.masks.add((op, self.dependence(op.inputs[op.operand_names().index(kind.drops.seed)])))
+            self.run.masks.add((op, flows[op.inputs[op.operand_names().index(kind.drops.seed)]].depends))
         for i, t in enumerate(op.inputs):
             if i in op.modified:
-                self.record_write(t, bits, sources, op, overwrites)
+                self.record_write(t, Flow(bits, sources), op, overwrites)
             elif not kind.effect:
                 self.record_read(t)
         if isinstance(op.attributes.get(kind.exchange), RemoteBuffer):
             self.loaded |= dict.fromkeys(op.outputs)
         keeps_size = {t.nelms for t in op.outputs} in ({t.nelms for t in full_size}, {sum(t.nelms for t in full_size)})
-        self.record_results(op, bits, sources if sources and keeps_size and is_linear(op) else 0)
+        results = Flow(bits, sources if sources and keeps_size and is_linear(op) else 0)
+        self.content |= {t: results for t in op.outputs if self.stored(t) == (t,)}  # without aliases of operands
 
     def call(self, op: Op) -> None:
         """Process an op with called graphs."""
-        dependencies = [self.dependence(t) for t in op.inputs]
-        sources = [self.sources_of(t) for t in op.inputs]
+        flows = [self.flow(t) for t in op.inputs]
         if is_call(op):
-            run = self.runs[op.called_graphs[0]]
-            self.enter(op, run, 0, dependencies, sources)
+            run, binding = self.runs[op.called_graphs[0]], _Binding(flows)
+            self.enter(op, run, 0, binding)
             self.record_touch(op, [i for i in op.modified if run.writers[i] is not None])
             self.loaded |= {op.outputs[i]: None for i in sorted(run.loaded)}
-            results = [
-                (bind_inputs(b, dependencies), bind_inputs(s, sources))
-                for b, s in zip(run.outputs, run.sources, strict=True)
-            ]
-            contents = {
-                i: (bind_inputs(run.contents[i], dependencies), bind_inputs(run.content_sources[i], sources))
-                for i in op.modified
-            }
-            for i, (bits, copied) in contents.items():
+            results = list(map(binding.flow, run.outputs))
+            for i in op.modified:
                 if (writer := run.writers[i]) is not None:
-                    self.record_write(op.inputs[i], bits, copied, writer, overwrites=True)
+                    self.record_write(op.inputs[i], binding.flow(run.contents[i]), writer, overwrites=True)
         elif is_loop(op):
-            results = self.loop(op, dependencies, sources)
+            results = self.loop(op, flows)
         else:
             self.record_touch(op, ())
             self.record_read(op.inputs[0])
-            results = [(dependencies[0], 0)] * len(op.outputs)
+            results = [Flow(flows[0].depends)] * len(op.outputs)
             for branch in op.runs:
-                run, first = self.runs[branch.graph], branch.first
-                last = first + len(branch.inputs)
-                self.enter(op, run, first, dependencies[first:last], sources[first:last])
-                results = [
-                    (b | bind_inputs(bits, dependencies[first:last]), s | bind_inputs(copied, sources[first:last]))
-                    for (b, s), bits, copied in zip(results, run.outputs, run.sources, strict=False)
-                ]
-        for t, (bits, copied) in zip(op.outputs, results, strict=False):
-            self.content[t], self.sources[t] = bits, copied
+                run = self.runs[branch.graph]
+                binding = _Binding(flows[branch.first : branch.first + len(branch.inputs)])
+                self.enter(op, run, branch.first, binding)
+                results = [flow | binding.flow(inner) for flow, inner in zip(results, run.outputs, strict=False)]
+        self.content |= zip(op.outputs, results, strict=False)
 
-    def enter(self, op: Op, run: GraphEffects, first: int, dependencies: Sequence[int], sources: Sequence[int]) -> None:
+    def enter(self, op: Op, run: GraphEffects, first: int, binding: _Binding) -> None:
         """Apply the effects of a called graph, whose inputs start at op input `first`."""
         for i in _input_numbers(run.initial_reads):
             if 0 <= i + first < len(op.inputs):
                 self.record_read(op.inputs[i + first])
-        self.run.reduced |= bind_inputs(run.reduced, sources) & ~UNKNOWN_VALUE
-        self.run.gathered |= bind_inputs(run.gathered, sources) & ~UNKNOWN_VALUE
-        self.run.masks |= {(mask, bind_inputs(seed, dependencies)) for mask, seed in run.masks}
+        self.run.reduced |= bind_inputs(run.reduced, binding.sources) & ~UNKNOWN_VALUE
+        self.run.gathered |= bind_inputs(run.gathered, binding.sources) & ~UNKNOWN_VALUE
+        self.run.masks |= {(mask, bind_inputs(seed, binding.depends)) for mask, seed in run.masks}
 
-    def loop(self, op: Op, dependencies: list[int], sources: list[int]) -> list[tuple[int, int]]:
-        """Process a loop until its effects converge. Returns the dependencies of its results."""
+    def loop(self, op: Op, flows: list[Flow]) -> list[Flow]:
+        """Process a loop until its effects converge. Returns the origins of its results."""
         (loop,) = op.runs
         run, carried = self.runs[loop.graph], loop.carried
         own_inputs, own_outputs = loop.trait.own_inputs, loop.trait.own_outputs
         updated = [i for i in op.modified if run.writers[i + own_inputs] is not None]
         self.record_touch(op, updated)
         if not loop.iterations:
-            return [*zip(dependencies[:carried], sources[:carried], strict=True)] + [(0, 0)] * (
-                len(op.outputs) - carried
-            )
-        bound, copied = [PER_RUN] * own_inputs + dependencies, [0] * own_inputs + sources
+            return flows[:carried] + [Flow()] * (len(op.outputs) - carried)
+        # Each iteration may bind another one, so a seed is not constant: a whole training may be one run.
+        after = [(own_inputs + k, run.outputs[own_outputs + k]) for k in range(carried)]
+        after += [(own_inputs + i, run.contents[own_inputs + i]) for i in updated]
+        bound = [Flow(PER_RUN)] * own_inputs + flows
         while True:
-            previous = (bound, copied)
-            bound, copied = [*bound], [*copied]
-            for k in range(carried):
-                # Each iteration may bind another one, so a seed is not constant: a whole training may be one run.
-                bound[own_inputs + k] |= bind_inputs(run.outputs[own_outputs + k], previous[0]) | PER_RUN
-                copied[own_inputs + k] |= bind_inputs(run.sources[own_outputs + k], previous[1])
-            for i in updated:
-                bound[i + own_inputs] |= bind_inputs(run.contents[i + own_inputs], previous[0]) | PER_RUN
-                copied[i + own_inputs] |= bind_inputs(run.content_sources[i + own_inputs], previous[1])
-            if (bound, copied) == previous:
+            previous, binding = bound, _Binding(bound)
+            bound = [*bound]
+            for position, flow in after:
+                bound[position] |= binding.flow(flow) | Flow(PER_RUN)
+            if bound == previous:
                 break
-        self.enter(op, run, -own_inputs, bound, copied)
+        self.enter(op, run, -own_inputs, binding)
         for i in updated:
-            position = i + own_inputs
-            self.record_write(
-                op.inputs[i], bound[position], copied[position], run.writers[position] or op, overwrites=True
-            )
-        results = [*zip(bound, copied, strict=True)][own_inputs : own_inputs + carried]
-        stacked = zip(run.outputs[own_outputs + carried :], run.sources[own_outputs + carried :], strict=True)
-        return results + [(bind_inputs(b, bound), bind_inputs(s, copied)) for b, s in stacked]
+            position = own_inputs + i
+            self.record_write(op.inputs[i], bound[position], run.writers[position] or op, overwrites=True)
+        stacked = run.outputs[own_outputs + carried :]
+        return bound[own_inputs : own_inputs + carried] + list(map(binding.flow, stacked))
 
     def unread_changes(self) -> Iterator[tuple[UnreadChange, Op, Tensor]]:
         """Last changes of storages without a reader.

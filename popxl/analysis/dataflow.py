@@ -54,20 +54,19 @@ class GraphEffects:
     """Effects of one graph run, in terms of graph inputs or main-graph variables.
 
     Attributes:
-        storages: inputs and variables of the graph, in order; they number the bits of bit sets.
         outputs: origins of each output.
-        contents: origins of the final content of each storage.
+        contents: origins of the final content of each input or variable.
         writers: the last op that changes it, in called graphs too.
-        initial_reads: storages whose initial content is read, other than by in-place changes and program outputs.
-        reduced: storages that replicas reduce unchanged.
-        gathered: storages whose shards replicas gather unchanged.
+        initial_reads: inputs and variables whose initial content is read, other than by in-place changes and program
+            outputs.
+        reduced: inputs and variables that replicas reduce unchanged.
+        gathered: inputs and variables whose shards replicas gather unchanged.
         masks: ops that drop elements, with the dependencies of their seed.
         loaded: indices of the outputs that are loaded from a remote buffer.
         unread_changes: changes without a reader, with the op and the tensor.
     """
 
     graph: Graph
-    storages: Sequence[Tensor]
     outputs: list[Flow] = field(default_factory=list)
     contents: list[Flow] = field(default_factory=list)
     writers: list[Op | None] = field(default_factory=list)
@@ -105,8 +104,8 @@ def _input_numbers(bits: int) -> Iterator[int]:
 class _Binding:
     """Values that are bound to the inputs of a called graph, in order, with their origins in the caller."""
 
-    def __init__(self, flows: Iterable[Flow]) -> None:
-        self.depends, self.sources = zip(*flows, strict=True) if (flows := [*flows]) else ((), ())
+    def __init__(self, flows: Sequence[Flow]) -> None:
+        self.depends, self.sources = [flow.depends for flow in flows], [flow.sources for flow in flows]
 
     def flow(self, inner: Flow) -> Flow:
         """Origins in the caller of a value with these origins in the graph."""
@@ -123,7 +122,7 @@ class EffectsPass:
 
     def __init__(self, graph: Graph, variables: Sequence[Tensor], runs: dict[Graph, GraphEffects]) -> None:
         self.runs = runs
-        self.run = run = GraphEffects(graph, variables)
+        self.run = run = GraphEffects(graph)
         self.storages_of = storages(graph.ops)
         self.number = {t: i for i, t in enumerate(variables)}
         bits = {t: 1 << (INPUTS + i) for t, i in self.number.items()}

@@ -145,11 +145,42 @@ def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environm
     builder.finish(carried, environment)
 
 
+class _CarriedValue(NamedTuple):
+    """A value that iterations pass on outside of packed arrays: a modified input, a value that an iteration passes to
+    the next one, or an output of the last iteration.
+
+    Attributes:
+        start: the value before the loop.
+        before: storage of the template that has it at the start of an iteration; `None` if none reads it.
+        after: storage of the template that has it at the end of an iteration.
+        final: storage that has it after the loop; `None` if nothing reads it there.
+    """
+
+    start: Array
+    before: Tensor | None
+    after: Tensor
+    final: Tensor | None
+
+
+def _carried_values(
+    loop: RerolledLoop, modified: Iterable[LoopInput], environment: Environment
+) -> Iterator[_CarriedValue]:
+    """Carried values of a loop, with its modified inputs outside of packed arrays."""
+    for t in modified:
+        yield _CarriedValue(environment.value_of(t.by_iteration[0]), t.storage, t.storage, t.by_iteration[0])
+    for t in loop.inputs:
+        if t.carried_from is not None:
+            yield _CarriedValue(environment.value_of(t.by_iteration[0]), t.storage, t.carried_from, None)
+    for m in loop.outputs:
+        if m.is_last_only:
+            undefined = lax.empty(m.storage.shape, m.storage.dtype.as_jax())
+            yield _CarriedValue(undefined, None, m.storage, m.by_iteration[-1])
+
+
 class _ScanBuilder:
     """Builder of a scan: loop-carried state, per-iteration inputs and outputs.
 
-    The loop-carried state is: modified inputs outside of packed arrays; values that an iteration passes to the next
-    one; outputs of the last iteration; and modified packed arrays.
+    The loop-carried state is the carried values, and the modified packed arrays.
 
     Args:
         has_loops: whether called graphs have rerolled loops. Loop-invariant slots then stay packed for these.
@@ -167,44 +198,39 @@ class _ScanBuilder:
         has_loops: bool,
     ) -> None:
         self._invariant_row = invariant_row
-        self._carries = tuple((t, t.carried_from) for t in loop.inputs if t.carried_from is not None)
-        self._final_outputs = tuple(m for m in loop.outputs if m.is_last_only)
-        self._stacked_outputs = tuple(m for m in loop.outputs if not m.is_last_only)
-        loop_inputs = [t for t in loop.inputs if t.carried_from is None and not is_constant(t, environment)]
-        for storages in merge_overlapping(t.by_iteration for t in loop_inputs):
+        own_inputs = [t for t in loop.inputs if t.carried_from is None and not is_constant(t, environment)]
+        for storages in merge_overlapping(t.by_iteration for t in own_inputs):
             pack_together(environment, storages)
-        values_of = {t: tuple(map(environment.slot_or_value, t.by_iteration)) for t in loop_inputs}
+        values_of = {t: tuple(map(environment.slot_or_value, t.by_iteration)) for t in own_inputs}
         slots = {t: rows for t, rows in values_of.items() if all(isinstance(row, PackedSlot) for row in rows)}
         modified_arrays = [rows[0].packed for t, rows in slots.items() if t.is_modified]
-        self._invariant_slots = {t.storage: slots[t][0] for t in slots if t.is_invariant and has_loops}
-        by_iteration = [t for t in slots if t.storage not in self._invariant_slots]
-        sliced = [t for t in by_iteration if not t.is_invariant or slots[t][0].packed in modified_arrays]
-        unpacked = [t for t in loop_inputs if t not in sliced and t.storage not in self._invariant_slots]
-        self._unpacked = tuple(t for t in unpacked if t.is_modified)
+        # Each input is either a slot that stays packed, or sliced, or a value outside of packed arrays.
+        stay_packed = [t for t in slots if t.is_invariant and has_loops]
+        others = [t for t in slots if t not in stay_packed]
+        sliced = [t for t in others if not t.is_invariant or slots[t][0].packed in modified_arrays]
+        unpacked = [t for t in own_inputs if t not in stay_packed and t not in sliced]
+        self._invariant_slots = {t.storage: slots[t][0] for t in stay_packed}
         self._invariant_values = {
             t.storage: environment.value_of(t.by_iteration[0]) for t in unpacked if not t.is_modified
         }
-        self._output_arrays = tuple(_allocate_output(each, environment) for each in self._stacked_outputs)
-        self._packed = tuple(dict.fromkeys((*modified_arrays, *self._output_arrays)))
-        self._reads = tuple(_slices({t.storage: slots[t] for t in sliced}))
+        self._outputs = [(m, _allocate_output(m, environment)) for m in loop.outputs if not m.is_last_only]
         output_slots = {
-            m.storage: tuple(PackedSlot(packed, n) for n in range(len(m.rows) - len(m.by_iteration), len(m.rows)))
-            for m, packed in zip(self._stacked_outputs, self._output_arrays, strict=True)
+            m.storage: tuple(PackedSlot(array, n) for n in range(len(m.rows) - len(m.by_iteration), len(m.rows)))
+            for m, array in self._outputs
         }
+        self._packed = tuple(dict.fromkeys((*modified_arrays, *(array for _, array in self._outputs))))
+        self._reads = tuple(_slices({t.storage: slots[t] for t in sliced}))
         self._writes = tuple(_slices({t.storage: slots[t] for t in sliced if t.is_modified} | output_slots))
         self.rows = tuple(np.asarray(slice_.first, np.int32) for slice_ in (*self._reads, *self._writes))
-        self.start = (
-            [environment.value_of(t.by_iteration[0]) for t in self._unpacked],
-            [environment.value_of(t.by_iteration[0]) for t, _ in self._carries],
-            [lax.empty(m.storage.shape, m.storage.dtype.as_jax()) for m in self._final_outputs],
-            [packed.array for packed in self._packed],
-        )
+        modified = [t for t in unpacked if t.is_modified]
+        self._carried = tuple(_carried_values(loop, modified, environment))
+        self.start = [each.start for each in self._carried], [array.array for array in self._packed]
 
     def begin_iteration(
         self, state: Any, rows: Sequence[Array]
     ) -> tuple[dict[Tensor, Array | PackedSlot], dict[PackedArray, PackedArray]]:
         """Initial storage values of an iteration; and its packed arrays, by those outside of the loop."""
-        unpacked, carries, _, arrays = state
+        carried, arrays = state
         now = dict(zip(self._packed, arrays, strict=True))
         outer_arrays = dict.fromkeys((*self._packed, *(slot.packed for slot in self._invariant_slots.values())))
         packed_arrays = {packed: packed.with_array(now.get(packed, packed.array)) for packed in outer_arrays}
@@ -212,8 +238,8 @@ class _ScanBuilder:
         values.update(
             (name, PackedSlot(packed_arrays[slot.packed], slot.number)) for name, slot in self._invariant_slots.items()
         )
-        values.update((t.storage, value) for t, value in zip(self._unpacked, unpacked, strict=True))
-        values.update((t.storage, value) for (t, _), value in zip(self._carries, carries, strict=True))
+        pairs = zip(self._carried, carried, strict=True)
+        values.update((each.before, value) for each, value in pairs if each.before is not None)
         for slice_, number in zip(self._reads, rows, strict=False):
             sliced = slice_.slice_values(now.get(slice_.packed, slice_.packed.array), number)
             is_invariant = slice_.packed.is_input and slice_.packed not in now
@@ -227,23 +253,16 @@ class _ScanBuilder:
         now = {packed: packed_arrays[packed].array for packed in self._packed}
         for slice_, row in zip(self._writes, rows[len(self._reads) :], strict=True):
             now[slice_.packed] = slice_.updated(now[slice_.packed], row, after)
-        return (
-            [after.value_of(t.storage) for t in self._unpacked],
-            [after.value_of(before) for _, before in self._carries],
-            [after.value_of(m.storage) for m in self._final_outputs],
-            [now[packed] for packed in self._packed],
-        )
+        return [after.value_of(each.after) for each in self._carried], [now[packed] for packed in self._packed]
 
     def finish(self, state: Any, environment: Environment) -> None:
         """Write the final state to the environment."""
-        unpacked, _, last, arrays = state
+        carried, arrays = state
         for packed, array in zip(self._packed, arrays, strict=True):
             packed.array = array
-        for loop_input, value in zip(self._unpacked, unpacked, strict=True):
-            environment.values[loop_input.by_iteration[0]] = value
-        for loop_output, value in zip(self._final_outputs, last, strict=True):
-            environment.values[loop_output.by_iteration[-1]] = value
-        for loop_output, packed in zip(self._stacked_outputs, self._output_arrays, strict=True):
+        pairs = zip(self._carried, carried, strict=True)
+        environment.values.update((each.final, value) for each, value in pairs if each.final is not None)
+        for loop_output, packed in self._outputs:
             environment.values.update((t, PackedSlot(packed, n)) for n, t in enumerate(loop_output.rows))
 
 

@@ -453,25 +453,31 @@ class Recorder:
         try:
             yield
         finally:
-            kept = [
-                (weakref.ref(tracked.tensor), value if self._is_constant(tracked) else None, value.producer)
-                for tracked in list(self._views.values())
-                if isinstance(tracked.tensor, FakeTensor)
-                for value in (self.value_of(tracked.tensor) if self._is_constant(tracked) else tracked.value,)
-            ]
+            kept = self._fake_tensors()
             self._views.clear()
             self._storages.clear()
             self._all_storages.clear()
             # A kept tensor may be a view of another one: that is free once the view has its own numbers.
-            for ref, value, made_by in reversed(kept):
+            for ref, value, is_constant in reversed(kept):
                 if (t := ref()) is None:
                     continue
-                if value is not None and (numbers := constant_contents(value, self._buffer_contents)) is not None:
+                numbers = constant_contents(value, self._buffer_contents) if is_constant else None
+                if numbers is not None:
                     become(t, numbers.clone().requires_grad_(t.requires_grad))
                     setattr(t, MADE_IN_CAPTURE, True)
                 else:
                     forget_history(t)
-                    become(t, StandIn.for_tensor(t, "" if made_by is None else str(made_by.source)))
+                    become(t, StandIn.for_tensor(t, "" if value.producer is None else str(value.producer.source)))
+
+    def _fake_tensors(self) -> list[tuple[weakref.ref[Any], Value, bool]]:
+        """Tensors of the capture, without keeping them alive: each with its value, and whether that is constant."""
+        found = []
+        for tracked in list(self._views.values()):
+            if isinstance(tracked.tensor, FakeTensor):
+                is_constant = self._is_constant(tracked)
+                value = self.value_of(tracked.tensor) if is_constant else tracked.value
+                found.append((weakref.ref(tracked.tensor), value, is_constant))
+        return found
 
     def _is_constant(self, tracked: TensorView) -> bool:
         """Whether tensor contents are known, and do not belong to a loop body."""

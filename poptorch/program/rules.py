@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +214,12 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     if len({bool(group.get("centered")) for group in optimizer.param_groups}) > 1:
         raise AssertionError("RMSprop: all parameter groups must have the same `centered`.")
     return rule
+
+
+def groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Parameter group, by number, of each of these parameters that the optimiser trains, by name."""
+    groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return {name: groups[id(p)] for name, p in parameters.items() if p.requires_grad and id(p) in groups}
 
 
 def hyperparameters_of(optimizer: torch.optim.Optimizer, rule: Rule) -> dict[Key, Any]:

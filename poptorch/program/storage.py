@@ -56,7 +56,7 @@ class Stored:
         """Load the stored tensor or shard into the current graph.
 
         Args:
-            tensor: tensor of the current graph for `self.held`.
+            held: on chip, the stored tensor in the current graph.
             after: tensor that has to be computed before.
         """
         if self.buffer is None:
@@ -70,7 +70,7 @@ class Stored:
         return t if self.group is None else gather_replica_sharded_tensor(t, replica_group=self.group)
 
     def store(self, t: popxl.Tensor, held: popxl.Tensor | None) -> None:
-        """Overwrite the stored tensor by one of equal layout, possibly `tensor` itself."""
+        """Overwrite the stored tensor by one of equal layout, possibly `held` itself."""
         if self.buffer is not None:
             ops.remote_store(self.buffer, self.slot, t)
         elif held is not None and t is not held:

@@ -57,7 +57,7 @@ import popxl
 from poptorch.base.logging_ import logger
 from poptorch.program.gradient_scale import adjust_loss_scale, gradient_scale, largest_magnitude, sum_of_squares
 from poptorch.program.hyperparameters import Hyperparameters, display_name
-from poptorch.program.rules import RULES, SGD, Key, classes_of, rule_of
+from poptorch.program.rules import RULES, SGD, Key, classes_of, groups_of, rule_of
 from poptorch.program.state_layout import LOSS_SCALE_FACTOR, STEP, StateLayout
 from poptorch.program.storage import Stored
 from popxl import ops
@@ -125,15 +125,13 @@ class Update:
         self.adjusts = automatic_loss_scaling  # whether float16 gradients adjust the loss scale
         self.hyperparameters = Hyperparameters(optimizer, self._rule, automatic_loss_scaling, relaxed_checks)
         self._groupings = dict(replica_groupings or {})
-        groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in groups}
-        self.group_of = {name: groups[id(p)] for name, p in trained.items()}
-        self.names = tuple(trained)
+        self.group_of = groups_of(optimizer, parameters)
+        self.names = tuple(self.group_of)
         self.stored: dict[str, Stored] = {}
         self.layout = StateLayout(
             self._rule,
             self.hyperparameters,
-            trained,
+            {name: parameters[name] for name in self.names},
             self.group_of,
             self._groupings,
             counted_apart,

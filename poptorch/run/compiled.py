@@ -45,13 +45,15 @@ class Compiled:
         constants: numbers of results that the program does not compute, by number of the result.
         rewritten: numbers of the inputs that are overwritten.
         io: inputs, outputs and variables of the program for the host.
-        read_buffers: buffers whose numbers are a part of the program, with these numbers.
+        host_functions: functions that the program calls on the host.
+        read: buffers whose numbers are a part of the program, with these numbers.
         frozen: tensors of the host whose numbers are a part of the program.
         counters: numbers of the module that `forward` changes; the host computes them.
 
     Attributes:
         signature, structure: as passed, until more values are found to be carried.
-        io, session, read_buffers, counters: as passed.
+        io, session, counters: as passed.
+        read_buffers: those passed as `read`.
         batching, seed: those of the request.
         anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
         times: timestamps of the last call.

@@ -11,7 +11,6 @@ from poptorch.base.leaves import Structure
 from poptorch.capture.constants import constant_data
 from poptorch.capture.host_function import host_functions_of
 from poptorch.capture.model import Captured
-from poptorch.capture.trace import Value
 from poptorch.enums import OutputMode
 from poptorch.program.program import Program
 from poptorch.program.request import ProgramRequest
@@ -24,7 +23,7 @@ from poptorch.run.devices import chosen_device
 def compile_captured(
     ir: popxl.Ir,
     captured: Captured,
-    answer: Structure,
+    structure: Structure,
     signature: Signature,
     request: ProgramRequest,
     host: Mapping[str, np.ndarray],
@@ -39,7 +38,9 @@ def compile_captured(
     outputs = captured.trace.outputs
     constants = {i: data for i, value in enumerate(outputs) if (data := constant_data(value)) is not None}
     returned = [
-        Returned(value, OutputMode.All) if _is_all_returned(value) else Returned(value, mode, period)
+        Returned(value, OutputMode.All)
+        if value.producer is not None and value.producer.op == "poptorch.return_all"
+        else Returned(value, mode, period)
         for i, value in enumerate(outputs)
         if i not in constants
     ]
@@ -56,18 +57,14 @@ def compile_captured(
     program = Program(ir, captured, names, host, request, returned)
     return Compiled(
         signature,
-        answer,
+        structure,
         request,
         constants,
         list(captured.written_inputs),
         program.io,
         popxl.Session(ir, chosen_device(options), weights_to_host_on_exit=False),
-        host_functions_of(captured.trace),
-        captured.read_buffers,
-        captured.frozen,
-        captured.numbers,
+        host_functions=host_functions_of(captured.trace),
+        read=captured.read_buffers,
+        frozen=captured.frozen,
+        counters=captured.numbers,
     )
-
-
-def _is_all_returned(value: Value) -> bool:
-    return value.producer is not None and value.producer.op == "poptorch.return_all"

@@ -16,7 +16,7 @@ from poptorch import optim
 from poptorch.base.logging_ import logger
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
-from poptorch.program.rules import rule_of
+from poptorch.program.rules import groups_of, rule_of
 from poptorch.program.state_layout import LOSS_SCALE_FACTOR
 from poptorch.program.updates import Update
 from poptorch.run.compiled import Compiled
@@ -126,29 +126,23 @@ class Trainer:
         """
         if self.update is None or not self.update.matches(optimizer) or self._is_copy(optimizer):
             return ""
-        expected, reasons = self.update.group_of, self._groups(optimizer)
-        if reasons == expected and len(optimizer.param_groups) == self.update.hyperparameters.groups:
+        expected, groups = self.update.group_of, groups_of(optimizer, self._parameters)
+        if groups == expected and len(optimizer.param_groups) == self.update.hyperparameters.groups:
             if optimizer is not self.optimizer or self._program is None or not self.state.has_changed:
                 return ""
             owners = set(map(id, self._program.owners.values()))
             steps = self.state.steps({n: p for n, p in self._trained(optimizer).items() if id(p) in owners})
             return "" if self.update.layout.counts_alike(steps) else "some parameters have made fewer steps than others"
-        if not reasons and expected:
+        if not groups and expected:
             raise createPoptorchError(
                 "The optimizer has none of the model's parameters that require a gradient, so nothing would be trained."
             )
-        changed = [name for name in self._parameters if reasons.get(name) != expected.get(name)]
+        changed = [name for name in self._parameters if groups.get(name) != expected.get(name)]
         return f"the optimizer trains other parameters, or in other groups, than before: {', '.join(changed) or 'none'}"
-
-    def _groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """Parameter group index of each trained parameter."""
-        groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        own = self._parameters.items()
-        return {name: groups[id(p)] for name, p in own if p.requires_grad and id(p) in groups}
 
     def _trained(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Parameters that an optimiser trains, by name."""
-        return {name: self._parameters[name] for name in self._groups(optimizer)}
+        return {name: self._parameters[name] for name in groups_of(optimizer, self._parameters)}
 
     def _is_copy(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimiser contains copies of model parameters instead of these parameters themselves."""

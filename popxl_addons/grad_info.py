@@ -44,6 +44,21 @@ def as_grad_graph_info(info: GradGraphInfoLike) -> GradGraphInfo:
     return found
 
 
+def activation_inputs(info: GradGraphInfo) -> dict[popxl.Tensor, popxl.Tensor]:
+    """Inputs of a gradient graph that take activations, with the forward tensors whose values these are."""
+    return _inputs_for(info, ExpectedConnectionType.Fwd)
+
+
+def gradient_inputs(info: GradGraphInfo) -> dict[popxl.Tensor, popxl.Tensor]:
+    """Inputs of a gradient graph that take gradients, with the forward tensors whose gradients these are."""
+    return _inputs_for(info, ExpectedConnectionType.FwdGrad)
+
+
+def _inputs_for(info: GradGraphInfo, kind: ExpectedConnectionType) -> dict[popxl.Tensor, popxl.Tensor]:
+    connections = zip(info.graph.inputs, info.expected_inputs, strict=False)  # further inputs come last
+    return {t: connection.fwd_tensor for t, connection in connections if connection.connection_type is kind}
+
+
 def merge_called_graphs(*infos: CalledGraphsGradInfoLike | None) -> dict[popxl.Graph, GradGraphInfo]:
     """One mapping of several, in popxl's own types. Later entries win."""
     given = [info for info in infos if info is not None]

@@ -20,6 +20,7 @@ from popxl import ops
 from popxl.extend.graphs import leading_to, reading_ipus
 from popxl.extend.memory import current_request
 from popxl.transforms import GradGraphInfo
+from popxl_addons.grad_info import activation_inputs
 from popxl_addons.transforms.planned_gradients import PlannedGradients
 from popxl_addons.transforms.recomputation import recompute_activations
 
@@ -197,8 +198,7 @@ class ModelGraph:
     @cached_property
     def read_by_gradient(self) -> frozenset[popxl.Tensor]:
         """Tensors of the forward graph that the gradient graph reads."""
-        expected = () if self.gradient is None else self.gradient.expected_inputs
-        return frozenset(e.fwd_tensor for e in expected if e.is_activation)
+        return frozenset() if self.gradient is None else frozenset(activation_inputs(self.gradient).values())
 
     @cached_property
     def half_gradients(self) -> frozenset[str]:

@@ -39,6 +39,7 @@ from poptorch.settings.locations import is_off_chip
 from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.ops import copied_to_ipu
+from popxl_addons.grad_info import activation_inputs
 
 
 class Program:
@@ -234,10 +235,9 @@ class Program:
             return []
         phases, location = self._phases, self._options.TensorLocations.activation_location
         wanted = {*map(self._model.emission.tensor, self._outputs()), *self._model.anchored.values()}
-        read = [e.fwd_tensor for e in self._model.gradient.expected_inputs if e.is_activation]
         return [
             t
-            for t in read
+            for t in activation_inputs(self._model.gradient).values()
             if t.producer is not None
             and t not in wanted
             and not phases.begins_backward(t.producer)

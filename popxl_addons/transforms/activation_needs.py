@@ -11,6 +11,7 @@ from popxl.extend.collectives import exchanges_of
 from popxl.extend.graphs import Flops, is_attention, is_call, live_ranges, op_work, own_flops, size_in_bytes
 from popxl.extend.memory import GraphNeeds, OpNeeds, ReplicaExchange
 from popxl.transforms import GradGraphInfo
+from popxl_addons.grad_info import activation_inputs
 from popxl_addons.transforms.call_groups import calls_in
 from popxl_addons.transforms.memory_plan import candidates
 
@@ -30,11 +31,7 @@ def graph_needs(
     activations = {a.tensor: a for a in candidates(info) if not a.is_gathered}  # those are gathered again
     paths = {t: a.path for t, a in activations.items()}
     spans = _spans(info.graph)
-    read_spans = {
-        activations[e.fwd_tensor].path: spans[t]
-        for t, e in zip(info.graph.inputs, info.expected_inputs, strict=False)
-        if e.is_activation and e.fwd_tensor in activations
-    }
+    read_spans = {paths[forward_t]: spans[t] for t, forward_t in activation_inputs(info).items() if forward_t in paths}
     calls = [*calls_in(model)]
     positions = [i for i, (op, _) in enumerate(calls) if info.forward_graph in op.called_graphs]
     counts = [calls[i][1] for i in positions] or [1]
@@ -125,10 +122,8 @@ def _factors(graph: popxl.Graph) -> _Factors:
 
 def _factors_of(info: GradGraphInfo) -> _Factors:
     """Forward tensors that products read in the backward pass or in recomputation."""
-    inputs_of = {
-        e.fwd_tensor: t for t, e in zip(info.graph.inputs, info.expected_inputs, strict=False) if e.is_activation
-    }
-    return _factors(info.graph).where([*inputs_of.items()]) | _factors(info.forward_graph)
+    inputs_of = [(forward_t, t) for t, forward_t in activation_inputs(info).items()]
+    return _factors(info.graph).where(inputs_of) | _factors(info.forward_graph)
 
 
 def _is_fused(op: popxl.Op, factors: set[popxl.Tensor]) -> bool:

@@ -18,6 +18,7 @@ from popxl.extend.arguments import check_type, integer
 from popxl.replica_grouping import Groups, means_groups
 from popxl.tensor import Tensor
 from popxl_addons.dot_tree import check_leaves
+from popxl_addons.grad_info import activation_inputs, gradient_inputs
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.transforms._serial_loop import SerialLoop, Values
@@ -248,7 +249,9 @@ def batch_serialise_fwd_and_grad(
     with forward_graph.graph.ir.undone_on_failure():
         stores = {t: location(t, given) for t, given in store_buffers.items()}
         named: dict[str, Tensor] = {}
-        for t, value in _unconnected(gradient_graph, loads, is_activation=True):
+        for t, value in activation_inputs(gradient_graph.grad_graph_info).items():
+            if t in loads:
+                continue
             if value in names:
                 named[names[value]] = t
                 continue
@@ -303,18 +306,6 @@ def _load_sources(load_handles: LoadHandles) -> dict[Tensor, popxl.HostToDeviceS
         else RemoteHandle.from_argument("load_handles", handle)
         for t, handle in load_handles.items()
     }
-
-
-def _unconnected(
-    gradient_graph: GraphWithNamedArgs, loads: Container[Tensor], is_activation: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """Unloaded activations or gradients: inputs with corresponding forward tensors."""
-    connections = zip(gradient_graph.grad_graph_info.expected_inputs, gradient_graph.graph.inputs, strict=False)
-    return [
-        (t, expected.fwd_tensor)
-        for expected, t in connections
-        if expected.is_activation == is_activation and t not in loads
-    ]
 
 
 def _merge_names(named: dict[str, Tensor], args: NamedTensors) -> NamedTensors:
@@ -415,14 +406,15 @@ def _check_pair(forward: GraphWithNamedArgs, gradient: GraphWithNamedArgs, keys:
 
 def _check_connections(gradient: GraphWithNamedArgs, loads: Container[Tensor], names: Container[Tensor]) -> None:
     """Check availability of every gradient graph input."""
-    if missing := [t.name for t, _ in _unconnected(gradient, loads, is_activation=False)]:
+    info = gradient.grad_graph_info
+    if missing := [t.name for t in gradient_inputs(info) if t not in loads]:
         raise ValueError(
             f"batch_serialise_fwd_and_grad: {missing} of `{gradient.graph.name}` have no entry in `load_handles`. All "
             "gradients that it is given are loaded, from a stream or a buffer."
         )
-    forward = gradient.grad_graph_info.forward_graph
+    forward = info.forward_graph
     available = {*forward.inputs, *forward.outputs}
-    activations = (value for _, value in _unconnected(gradient, loads, is_activation=True))
+    activations = (value for t, value in activation_inputs(info).items() if t not in loads)
     if lost := [value.name for value in activations if value not in available and value not in names]:
         raise RuntimeError(
             f"batch_serialise_fwd_and_grad: `{gradient.graph.name}` needs {lost} of `{forward.name}`, neither inputs "

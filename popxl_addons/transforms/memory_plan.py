@@ -34,6 +34,7 @@ from popxl.extend.memory import StateLocation
 from popxl.extend.pages import OnPage, Page, Table, bytes_text, listed, seconds_text
 from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.transforms import GradGraphInfo
+from popxl_addons.grad_info import activation_inputs, gradient_inputs
 from popxl_addons.ops.weight_gather import gathered_weights_of
 
 Treatment = Literal["keep", "recompute", "offload"]
@@ -138,8 +139,7 @@ def candidates(info: GradGraphInfo) -> list[Activation]:
     so is what ops with effects make, which is kept in any case.
     """
     forward = info.forward_graph
-    provided = {e.fwd_tensor for e in info.expected_inputs if not e.is_activation}
-    wanted = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
+    provided, wanted = {*gradient_inputs(info).values()}, {*activation_inputs(info).values()}
     tensors: list[popxl.Tensor] = []
     for op in reversed(forward.ops):
         if wanted.isdisjoint(op.outputs) or has_effect(op) or op.modified:
@@ -176,7 +176,7 @@ def activations_of(info: GradGraphInfo) -> list[Activation]:
         >>> [(each.path, each.nbytes) for each in activations_of(popxl.transforms.autodiff(graph))]
         [('tanh_out', 24), ('exp_out', 24)]
     """
-    activations = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
+    activations = {*activation_inputs(info).values()}
     return [a for a in candidates(info) if a.tensor in activations]
 
 

@@ -12,7 +12,7 @@ from popxl.extend.graphs import op_work, own_flops, through_calls
 from popxl.extend.memory import GraphNeeds, StateLocation, Treatments, current_request
 from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.transforms import GradGraphInfo
-from popxl_addons.grad_info import remap_grad_info
+from popxl_addons.grad_info import activation_inputs, remap_grad_info
 from popxl_addons.ops.weight_gather import gathers_weights
 from popxl_addons.patterns import apply_patterns
 from popxl_addons.transforms.activation_needs import graph_needs
@@ -168,7 +168,7 @@ class PlannedGradients:
         by_treatment: dict[Treatment, list[popxl.Tensor]] = {treatment: [] for treatment in get_args(Treatment)}
         for a in activations:
             by_treatment[treatments[a.path]].append(a.tensor)
-        reads = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
+        reads = {*activation_inputs(info).values()}
         _, recomputed = recomputed_ops(info, {*by_treatment["keep"], *by_treatment["offload"]})
         planned_tensors = reads | {*recomputed}
         self._applied_plans[graph] = GraphPlan(

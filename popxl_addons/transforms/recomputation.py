@@ -17,6 +17,7 @@ from popxl.extend.ops import Op, available_after_all, recomputed_after, schedule
 from popxl.tensor import Constant
 from popxl.transforms import ExpectedConnectionType, GradGraphInfo
 from popxl.transforms.autodiff import make_grad_graph_info
+from popxl_addons.grad_info import activation_inputs, gradient_inputs
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.transforms.graph_copies import Transfers, copy_graph
 from popxl_addons.transforms.memory_plan import (
@@ -103,11 +104,7 @@ def _recompute_all(info: GradGraphInfo) -> tuple[GradGraphInfo, _Bound]:
     with graph, _on_ipu_of(grad):
         inputs = add_recompute_inputs(info)
         inputs_by = {connection: t for t, connection in inputs.items()}
-        bound = {
-            t: inputs_by[expected.fwd_tensor, expected.connection_type]
-            for t, expected in zip(grad.inputs, info.expected_inputs, strict=False)
-            if not expected.is_activation
-        }
+        bound = {t: inputs_by[of, ExpectedConnectionType.FwdGrad] for t, of in gradient_inputs(info).items()}
         bound |= _further_inputs(info)
         site = ops.call_with_info(
             forward, inputs_dict={t: inputs_by[t, ExpectedConnectionType.Fwd] for t in forward.inputs}
@@ -139,10 +136,7 @@ def recompute_activations(
     """
     grad, forward = info.graph, info.forward_graph
     Fwd, FwdGrad = ExpectedConnectionType.Fwd, ExpectedConnectionType.FwdGrad
-    gradients = [
-        (t, e.fwd_tensor) for t, e in zip(grad.inputs, info.expected_inputs, strict=False) if not e.is_activation
-    ]
-    activations = {t: e.fwd_tensor for t, e in zip(grad.inputs, info.expected_inputs, strict=False) if e.is_activation}
+    gradients, activations = gradient_inputs(info), activation_inputs(info)
     recomputed, saved = recomputed_ops(info, {*keep, *offload})
     inputs, outputs = {*forward.inputs}, {*forward.outputs}
     host_copies = {t: _offloaded(t) for t in sorted(offload, key=lambda t: t.id) if t in saved}
@@ -151,10 +145,10 @@ def recompute_activations(
             forward.add_output(t)
     graph = forward.ir.create_empty_graph(suffix_graph_name(grad.name, "recomp"))
     with graph, _on_ipu_of(grad), popxl.in_sequence(False):
-        bound = {t: graph.add_input_like(t) for t, _ in gradients}
+        bound = {t: graph.add_input_like(t) for t in gradients}
         first = next(iter(bound.values()))
         values: _Bound = {}
-        expected = [(forward_t, FwdGrad) for _, forward_t in gradients]
+        expected = [(forward_t, FwdGrad) for forward_t in gradients.values()]
         for t in saved:
             source = host_copies.get(t, t)
             expected.append((source, Fwd))
@@ -313,11 +307,8 @@ def recomputed_ops(info: GradGraphInfo, saved: Collection[popxl.Tensor]) -> tupl
     Returns:
         The ops in order; and the tensors: the inputs of the forward graph, then computed ones.
     """
-    known = {
-        *(t for t in saved if not is_transposed_input(t)),
-        *(e.fwd_tensor for e in info.expected_inputs if not e.is_activation),
-    }
-    recomputed = _leading(info.forward_graph, {e.fwd_tensor for e in info.expected_inputs if e.is_activation}, known)
+    known = {t for t in saved if not is_transposed_input(t)}.union(gradient_inputs(info).values())
+    recomputed = _leading(info.forward_graph, activation_inputs(info).values(), known)
     inputs = [t for t in info.forward_graph.inputs if t in recomputed.reads]
     return recomputed, inputs + sorted(recomputed.saved, key=lambda t: t.id)
 

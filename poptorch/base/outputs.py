@@ -39,7 +39,7 @@ class SideEffects:
     def changed_attributes(self) -> dict[int, dict[str, Any]]:
         """Changed attributes by object number, including lists with new contents.
 
-        Writes into a tensor do not count. A deleted attribute is `Changes.GONE`.
+        Writes into a tensor do not count. A deleted attribute is `SideEffects.GONE`.
         """
         changes: dict[int, dict[str, Any]] = {}
         for i, (each, before) in enumerate(zip(self._objects, self._snapshots, strict=True)):

@@ -1,4 +1,4 @@
-"""Initial values of the variables of layers: random, or from a torch layer."""
+"""Initial values of the variables of layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +14,6 @@ import popxl
 from popxl import initial
 from popxl.extend.arguments import check_type
 from popxl.initial import Initial
-from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.utils import WeightsDict
 
 _draws_weights = ContextVar("_draws_weights", default=True)
 
@@ -90,25 +87,3 @@ def drawn_weights(layer: str, dtype: popxl.dtype, *shape: int) -> Callable[[], n
             "hold. Cast the input with `ops.cast`, or ask for a floating point type."
         )
     return partial(weights, *shape)
-
-
-def torch_weights(
-    variables: NamedTensors, nn_layer: Any, dtype: popxl.dtype, **arrange: Callable[[np.ndarray], np.ndarray]
-) -> WeightsDict:
-    """Variable data from equally named torch parameters, as `dtype`.
-
-    For each name, `arrange` converts torch's layout to ours. Names that `variables` lacks are left out, such as
-    the bias of a layer without one.
-
-    Raises:
-        ValueError: if the torch layer has no such parameter, or an array has another shape or dtype than its variable.
-    """
-    weights = WeightsDict()
-    for name, arranged in arrange.items():
-        if name not in variables:
-            continue
-        parameter = getattr(nn_layer, name, None)
-        if parameter is None:
-            raise ValueError(f"torch_mapping: the variables have a `{name}`, but {nn_layer!r} has none.")
-        weights[variables[name]] = np.ascontiguousarray(arranged(popxl.utils.to_numpy(parameter, dtype)))
-    return weights

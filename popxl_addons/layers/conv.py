@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -12,16 +12,11 @@ from popxl import initial, ops
 from popxl.extend.arguments import check_type, integer_or_integers
 from popxl.ops import PadType
 from popxl.replica_grouping import Groups
-from popxl_addons.layers._values import drawn_weights, torch_weights
-from popxl_addons.module import Module
-from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.utils import WeightsDict
-
-if TYPE_CHECKING:
-    import torch
+from popxl_addons.layers._torch_layer import TorchLayer
+from popxl_addons.layers._values import drawn_weights
 
 
-class Conv2D(Module):
+class Conv2D(TorchLayer):
     """``conv(x, weight) + bias`` over the last two axes of `x`. See also ``torch.nn.Conv2d``.
 
     Variables, of the dtype of `x`: `weight` of shape (out_channels, C / groups, kh, kw), a truncated normal
@@ -45,6 +40,8 @@ class Conv2D(Module):
         >>> facts.weight.shape, graph.graph.outputs[0].shape
         ((4, 3, 3, 3), (2, 4, 5, 4))
     """
+
+    _of_torch = {"weight": np.asarray, "bias": lambda bias: bias.reshape(1, -1, 1, 1)}
 
     def __init__(
         self,
@@ -105,16 +102,6 @@ class Conv2D(Module):
             x.dtype,
             replica_grouping=self.replica_grouping,
         )
-
-    @staticmethod
-    def torch_mapping(
-        variables: NamedTensors, nn_layer: torch.nn.Conv2d, dtype: popxl.dtype = popxl.float32
-    ) -> WeightsDict:
-        """Data for the layer's variables from a ``torch.nn.Conv2d``.
-
-        `ValueError` if `dtype` or the shapes are not those of the variables.
-        """
-        return torch_weights(variables, nn_layer, dtype, weight=np.asarray, bias=lambda bias: bias.reshape(1, -1, 1, 1))
 
 
 def _of_both_axes(given: int | tuple[int, int], name: str) -> tuple[int, ...]:

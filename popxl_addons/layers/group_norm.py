@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,16 +11,10 @@ import popxl
 from popxl import initial, ops
 from popxl.extend.arguments import check_type
 from popxl.replica_grouping import Groups
-from popxl_addons.layers._values import torch_weights
-from popxl_addons.module import Module
-from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.utils import WeightsDict
-
-if TYPE_CHECKING:
-    import torch
+from popxl_addons.layers._torch_layer import TorchLayer
 
 
-class GroupNorm(Module):
+class GroupNorm(TorchLayer):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` with mean and variance of each sample's groups of channels.
 
     See also ``torch.nn.GroupNorm``. Variables, of the dtype of `x`: `weight` and `bias`, one number for each channel;
@@ -38,6 +32,8 @@ class GroupNorm(Module):
         >>> facts.weight.shape, facts.bias.shape
         ((4,), (4,))
     """
+
+    _of_torch = {"weight": np.asarray, "bias": np.asarray}
 
     def __init__(
         self,
@@ -63,13 +59,3 @@ class GroupNorm(Module):
             "bias", partial(initial.zeros, x.shape[1]), x.dtype, replica_grouping=self.replica_grouping
         )
         return ops.group_norm(x, weight, bias, self.num_groups, self.eps)
-
-    @staticmethod
-    def torch_mapping(
-        variables: NamedTensors, nn_layer: torch.nn.GroupNorm, dtype: popxl.dtype = popxl.float32
-    ) -> WeightsDict:
-        """Data for the layer's variables from a ``torch.nn.GroupNorm``.
-
-        `ValueError` if `dtype` or the shapes are not those of the variables.
-        """
-        return torch_weights(variables, nn_layer, dtype, weight=np.asarray, bias=np.asarray)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 import popxl
 from popxl import initial, ops
 from popxl.extend.arguments import check_type
-from popxl_addons.layers._values import torch_weights
-from popxl_addons.module import Module
-from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.utils import WeightsDict
-
-if TYPE_CHECKING:
-    import torch
+from popxl_addons.layers._torch_layer import TorchLayer
 
 
-class LayerNorm(Module):
-    """``(x - mean) / sqrt(var + eps) * weight + bias``, over the last axis. See also ``torch.nn.LayerNorm``.
+class LayerNorm(TorchLayer):
+    """``(x - mean) / sqrt(var + eps) * weight + bias``, over the last axis.
+
+    See also ``torch.nn.LayerNorm``, from which `torch_mapping` flattens parameters over several axes.
 
     Variables, of the dtype of `x`: `weight` and `bias`, of the length of the last axis; ones and zeros.
 
@@ -30,6 +25,8 @@ class LayerNorm(Module):
         >>> facts.weight.shape, facts.bias.shape
         ((4,), (4,))
     """
+
+    _of_torch = {"weight": np.ravel, "bias": np.ravel}
 
     def build(self, x: popxl.Tensor, eps: float = 1e-5) -> popxl.Tensor:
         """`x` of shape (..., C), normalised. `ValueError` for a scalar."""
@@ -41,13 +38,3 @@ class LayerNorm(Module):
         if x.rank == 2:
             return ops.layer_norm(x, weight, bias, eps)
         return ops.layer_norm(x.reshape((-1, x.shape[-1])), weight, bias, eps).reshape(x.shape)
-
-    @staticmethod
-    def torch_mapping(
-        variables: NamedTensors, nn_layer: torch.nn.LayerNorm, dtype: popxl.dtype = popxl.float32
-    ) -> WeightsDict:
-        """Data for the layer's variables from a ``torch.nn.LayerNorm``, flattened if that is over several axes.
-
-        `ValueError` if `dtype` or the sizes are not those of the variables.
-        """
-        return torch_weights(variables, nn_layer, dtype, weight=np.ravel, bias=np.ravel)

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 import popxl
 from popxl import initial
 from popxl.replica_grouping import Groups
-from popxl_addons.layers._values import drawn_weights, torch_weights
-from popxl_addons.module import Module
-from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.utils import WeightsDict
-
-if TYPE_CHECKING:
-    import torch
+from popxl_addons.layers._torch_layer import TorchLayer
+from popxl_addons.layers._values import drawn_weights
 
 
-class Linear(Module):
-    """``x @ weight + bias``, over the last axis of `x`. See also ``torch.nn.Linear``.
+class Linear(TorchLayer):
+    """``x @ weight + bias``, over the last axis of `x`. See also ``torch.nn.Linear``, whose weight is the transpose.
 
     Variables, of the dtype of `x`: `weight` of shape (in, out_features), a truncated normal distribution with the
     standard deviation 0.02; `bias` of shape (out_features,), zeros.
@@ -38,6 +32,8 @@ class Linear(Module):
         >>> facts.weight.shape, facts.bias.shape, facts.weight.dtype
         ((4, 3), (3,), popxl.dtypes.float16)
     """
+
+    _of_torch = {"weight": np.transpose, "bias": np.asarray}
 
     def __init__(
         self,
@@ -82,13 +78,3 @@ class Linear(Module):
             replica_grouping=self.replica_grouping,
             group_axis=0 if self.group_axis == 1 else None,
         )
-
-    @staticmethod
-    def torch_mapping(
-        variables: NamedTensors, nn_layer: torch.nn.Linear, dtype: popxl.dtype = popxl.float32
-    ) -> WeightsDict:
-        """Data for the layer's variables from a ``torch.nn.Linear``, whose weight is the transpose.
-
-        `ValueError` if `dtype` or the shapes are not those of the variables.
-        """
-        return torch_weights(variables, nn_layer, dtype, weight=np.transpose, bias=np.asarray)

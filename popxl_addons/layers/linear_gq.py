@@ -5,12 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 import popxl
 from popxl import initial
 from popxl.replica_grouping import Groups
-from popxl_addons.layers._values import torch_weights
 from popxl_addons.layers.linear import Linear
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.group_quantize_decompress import (
@@ -87,10 +84,11 @@ class LinearGQ(Linear):
             name, partial(initial.zeros, shape), dtype, replica_grouping=self.replica_grouping
         )
 
-    @staticmethod
+    @classmethod
     def torch_mapping(
+        cls,
         variables: NamedTensors,
-        nn_layer: torch.nn.Linear,
+        nn_layer: torch.nn.Module,
         dtype: popxl.dtype = popxl.float32,
         group_size: int = 64,
         dim: int = -1,
@@ -102,7 +100,7 @@ class LinearGQ(Linear):
         """
         weight = popxl.utils.to_numpy(nn_layer.weight, popxl.float32).T
         packed, scale, bias = group_quantize_compress_numpy(weight, group_size, dim)
-        weights = torch_weights(variables, nn_layer, dtype, bias=np.asarray)
+        weights = super().torch_mapping(variables, nn_layer, dtype)  # of the bias
         weights[variables.weight_compressed] = packed
         # In the dtype of the layer: float16 always holds them, and float32 does as well.
         for variable, column in {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,14 +16,8 @@ from popxl.extend.arguments import check_type
 from popxl.extend.kernels import wide_dtype
 from popxl.op import ShardingRule
 from popxl.replica_grouping import Groups
-from popxl_addons.layers._values import torch_weights
+from popxl_addons.layers._torch_layer import TorchLayer
 from popxl_addons.layers.tensor_parallel import TensorParallel
-from popxl_addons.module import Module
-from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.utils import WeightsDict
-
-if TYPE_CHECKING:
-    import torch
 
 
 def _normed(t: Any, weight: Any, *, eps: float) -> Any:
@@ -72,7 +66,7 @@ _rms_norm_grad = OpKind(
 )
 
 
-class RMSNorm(Module):
+class RMSNorm(TorchLayer):
     """``x / sqrt(mean(x²) + eps) * weight``, over the last axis. See also ``torch.nn.RMSNorm``.
 
     Computed in float32 and rounded once.
@@ -90,6 +84,8 @@ class RMSNorm(Module):
         ((4,), popxl.dtypes.bfloat16)
     """
 
+    _of_torch = {"weight": np.ravel}
+
     def __init__(self, tensor: Groups | None = None):
         super().__init__()
         self.tensor = tensor
@@ -101,13 +97,3 @@ class RMSNorm(Module):
             raise ValueError("RMSNorm: `x` is a scalar; expected a tensor with an axis to normalise over.")
         weight = self.add_variable_input("weight", partial(initial.ones, x.shape[-1]), x.dtype)
         return _rms_norm(x, TensorParallel.along(self.tensor, "RMSNorm").entered(weight), eps=float(eps))
-
-    @staticmethod
-    def torch_mapping(
-        variables: NamedTensors, nn_layer: torch.nn.RMSNorm, dtype: popxl.dtype = popxl.float32
-    ) -> WeightsDict:
-        """Data for the layer's variables from a ``torch.nn.RMSNorm``.
-
-        `ValueError` if `dtype` or the sizes are not those of the variables.
-        """
-        return torch_weights(variables, nn_layer, dtype, weight=np.ravel)

@@ -29,11 +29,6 @@ _IN_THE_GRADIENT: Mapping[Identical, Identical] = {
 """Identical parts of the gradient op, by the identical parts of the op."""
 
 
-def _makes(attributes: Mapping[str, Any]) -> Literal["same", "own"]:
-    """Result unchanged if members are declared equal."""
-    return "own" if attributes["identical"] in ("inputs", "incoming gradients") else "same"
-
-
 def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.Tensor]:
     """Declare all-reduce ops and a recording function: `(name, t, op, group, identical="nothing")`.
 
@@ -41,6 +36,10 @@ def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.T
         op_type: name of the op in printed graphs.
         known: supported reductions, with their names in `popxl.ops.collectives`.
     """
+
+    def passes(attributes: Mapping[str, Any]) -> bool:
+        """Whether the operand is declared equal on all members, so that it is the result."""
+        return attributes["identical"] in ("inputs", "incoming gradients")
 
     def lowering(t: Any, *, op: str, identical: Identical, group: Group) -> Any:
         if identical == "incoming gradients":
@@ -61,13 +60,17 @@ def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.T
         shape=lambda t, **attributes: t.spec,
         gradient={"t": gradient},
         result="{t}_all_reduce",
-        traits=[BetweenReplicas(_makes, same_feeds=lambda attributes: attributes["identical"] != "nothing")],
+        traits=[
+            BetweenReplicas(
+                lambda how: "own" if passes(how) else "same",
+                same_feeds=lambda attributes: attributes["identical"] != "nothing",
+            )
+        ],
     )
 
     @pattern("default")
     def identity_of_identical(op: Op) -> Replacement | None:
-        declared = op.kind is kind and op.attributes["identical"] in ("inputs", "incoming gradients")
-        return ops.identity if declared else None
+        return ops.identity if op.kind is kind and passes(op.attributes) else None
 
     def record(
         name: str, t: popxl.Tensor, op: str, group: Groups | None, identical: Identical = "nothing"

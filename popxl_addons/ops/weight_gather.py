@@ -43,15 +43,11 @@ _reduce_scatter = OpKind(
 )
 
 
-def _own_shard_of_mean(g: popxl.Tensor, stride: int, group_size: int) -> popxl.Tensor:
-    return _reduce_scatter(g, op="mean", stride=stride, group_size=group_size)
-
-
 _gather = OpKind(
     "WeightAllGather",
     _gathered,
     shape=lambda t, *sent, shape, stride, group_size: popxl.TensorSpec(shape, (t, *sent)[-1].dtype),
-    gradient={"t": _own_shard_of_mean},
+    gradient={"t": lambda g, stride, group_size: _reduce_scatter(g, op="mean", stride=stride, group_size=group_size)},
     result="{t}_all_gathered",
     traits=[BetweenReplicas("same"), Prefetched()],
 )

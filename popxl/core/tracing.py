@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from popxl.dtypes import dtype
@@ -72,6 +72,32 @@ def with_results(traced: Any, which: Sequence[bool] | None = None, all_arguments
     return ClosedJaxpr(jaxpr, traced.consts)
 
 
+def by_results(traced: Any, count: int) -> Any | None:
+    """A closed jaxpr that takes its last `count` results as further arguments, and computes only the others from them.
+
+    `None` if it cannot: where an equation that makes one of these results has to be there for another value.
+    """
+    jaxpr = traced.jaxpr
+    others, given = jaxpr.outvars[:-count], jaxpr.outvars[-count:]
+    if len({*map(id, given), *map(id, jaxpr.invars)}) < count + len(jaxpr.invars):
+        return None
+    if any(isinstance(value, Literal) for value in given):
+        return None
+    known, sought, equations = {*given}, _variables(others), []
+    for equation in reversed(jaxpr.eqns):
+        if not (sought - known).isdisjoint(equation.outvars):
+            if not known.isdisjoint(equation.outvars):
+                return None
+            equations.append(equation)
+            sought |= _variables(equation.invars)
+    invars = [*jaxpr.invars, *given]
+    return ClosedJaxpr(jaxpr.replace(invars=invars, outvars=others, eqns=equations[::-1]), traced.consts)
+
+
+def _variables(values: Sequence[Any]) -> set[Any]:
+    return {value for value in values if not isinstance(value, Literal)}
+
+
 def depend_on_arguments(jaxpr: Any) -> list[bool]:
     """Dependence of each result of a jaxpr on the arguments, as flags."""
     found = {*map(id, jaxpr.invars)}
@@ -96,9 +122,9 @@ def leaf_equations(jaxpr: Any) -> Iterator[Any]:
             yield from leaf_equations(each)
 
 
-def inputs_used(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tuple[bool, ...]:
-    """Flag for each argument of a JAX function: whether the results depend on it after dead code elimination."""
-    return needed(function, specs)[1]
+def arguments_used(jaxpr: Any) -> tuple[bool, ...]:
+    """Flag for each argument of a jaxpr: whether the results depend on it after dead code elimination."""
+    return tuple(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 
 def _precision(specs: Sequence[TensorSpec]) -> AbstractContextManager[Any]:

@@ -10,17 +10,18 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from popxl import dtypes
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
-from popxl.core.tracing import inputs_used
+from popxl.core.tracing import arguments_used, by_results, trace, with_results
 from popxl.core.traits import REFUSED, VJP, ShardingRule
 from popxl.errors import PopxlError
 from popxl.graph import Graph
@@ -167,8 +168,10 @@ def _by_jax(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
     provided = tuple(k for k, g in enumerate(gs) if g is not None and op.outputs[k].dtype.is_inexact)
     if not wanted or not provided:
         return {}
-    kind, reads = vjp_kind(Derivation(op.kind, *op.signature, wanted, provided))
-    operands = [forward.read(op.inputs[i]) for i in reads] + [g for k in provided if (g := gs[k]) is not None]
+    derivation = preferred(Derivation(op.kind, *op.signature, wanted, provided))
+    kind, reads = vjp_kind(derivation)
+    values = (*op.inputs, *op.outputs)
+    operands = [forward.read(values[i]) for i in reads] + [g for k in provided if (g := gs[k]) is not None]
     results = kind(*operands)
     return dict(zip(wanted, results if isinstance(results, tuple) else (results,), strict=True))
 
@@ -182,6 +185,7 @@ class Derivation:
             some operand is a plain value, its attributes, and the specs of its inputs and outputs.
         wanted: positions of the inputs to differentiate with respect to.
         given: positions of the outputs with gradients.
+        by_results: whether the gradient reads outputs in place of what computes them.
     """
 
     kind: OpKind
@@ -191,58 +195,116 @@ class Derivation:
     outputs: tuple[TensorSpec, ...]
     wanted: tuple[int, ...]
     given: tuple[int, ...]
+    by_results: bool = False
+
+    def gradients(self, inputs: Sequence[Any], outputs: Sequence[Any], gs: Sequence[Any]) -> Sequence[Any]:
+        """The gradients of the wanted inputs, on arrays. Values that they do not depend on may be anything."""
+        if not self.by_results:
+            return self._gradients_and_outputs(*inputs, *gs)[: len(self.wanted)]
+        traced = self._traced()
+        if traced is None:
+            raise PopxlError(
+                f"The gradient of {self.kind.name} is to read the results of the op, and cannot with this version of "
+                "JAX. Build the program again."
+            )
+        return jaxpr_as_fun(traced)(*inputs, *gs, *outputs)
+
+    def reads(self) -> tuple[int, ...]:
+        """Positions of the values that the gradients depend on, among the inputs and then the outputs."""
+        traced, count = self._traced(), len(self.inputs)
+        used = () if traced is None else arguments_used(traced.jaxpr)
+        return tuple(i for i, is_used in enumerate(used[:count] + used[count + len(self.given) :]) if is_used)
+
+    def follows_outputs(self) -> bool:
+        """Whether JAX's derivative computes the outputs as the op does. Its rule of `cholesky` has others, with zeros
+        where the op has none.
+        """
+        whole = self._whole()
+        outputs = with_results(whole, [k >= len(self.wanted) for k in range(len(whole.out_avals))], False)
+        return str(outputs) == str(with_results(trace(self._outputs, self.inputs)[0], all_arguments=False))
+
+    def _traced(self) -> ClosedJaxpr | None:
+        """The gradients as a function of all inputs, the given gradients, and all outputs if it reads those. `None` if
+        the outputs do not do in place of what computes them.
+        """
+        whole = self._whole()
+        if self.by_results:
+            return by_results(with_results(whole), len(self.outputs))
+        return with_results(whole, [k < len(self.wanted) for k in range(len(whole.out_avals))])
+
+    def _whole(self) -> ClosedJaxpr:
+        return trace(self._gradients_and_outputs, [*self.inputs, *(self.outputs[k] for k in self.given)])[0]
+
+    def _outputs(self, *inputs: Any) -> tuple[Any, ...]:
+        result = self.kind.on_arrays(self.operands, dict(self.attributes))(*inputs)
+        results = result if isinstance(result, tuple | list) else (result,)
+        return tuple(r.astype(spec.dtype.as_jax()) for r, spec in zip(results, self.outputs, strict=True))
+
+    def _gradients_and_outputs(self, *operands: Any) -> tuple[Any, ...]:
+        """The gradients of the wanted inputs and all outputs, by all inputs and the given gradients."""
+        primals, gs = list(operands[: len(self.inputs)]), operands[len(self.inputs) :]
+
+        def of_wanted(*values: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            for i, value in zip(self.wanted, values, strict=True):
+                primals[i] = value
+            outputs = self._outputs(*primals)
+            return tuple(outputs[k] for k in self.given), outputs
+
+        _, pull, outputs = jax.vjp(of_wanted, *(primals[i] for i in self.wanted), has_aux=True)
+        return (*pull(gs), *outputs)
+
+
+def preferred(derivation: Derivation) -> Derivation:
+    """The derivation of the same gradient that reads fewer inputs: by the outputs of the op, if there is a choice.
+
+    The gradient of an exponential function then computes none again, and that of a decomposition of a matrix no other.
+    """
+    d = derivation
+    key = ("preferred", d.operands, d.attributes, d.inputs, d.outputs, d.wanted, d.given)
+
+    def inputs_read(by_results: bool) -> int:
+        return sum(i < len(d.inputs) for i in replace(d, by_results=by_results).reads())
+
+    def choose() -> Derivation:
+        alternative = replace(d, by_results=True)
+        is_better = alternative.reads() and inputs_read(True) < inputs_read(False)
+        return alternative if is_better and d.follows_outputs() else d
+
+    return d.kind.remembered(key, choose)
 
 
 def vjp_kind(derivation: Derivation) -> tuple[OpKind, tuple[int, ...]]:
-    """A gradient op, and the positions of the forward inputs that it reads.
+    """A gradient op, and the positions of the values that it reads, among the inputs and then the outputs.
 
     Remembered, so that a program has one gradient op for each op that it uses.
     """
     d = derivation
-    key = ("vjp", d.operands, d.attributes, d.inputs, d.outputs, d.wanted, d.given)
+    key = ("vjp", d.operands, d.attributes, d.inputs, d.outputs, d.wanted, d.given, d.by_results)
     return d.kind.remembered(key, lambda: _vjp(derivation))
 
 
 def _vjp(derivation: Derivation) -> tuple[OpKind, tuple[int, ...]]:
     """See `vjp_kind`."""
-    inputs, outputs, wanted, provided = derivation.inputs, derivation.outputs, derivation.wanted, derivation.given
-    function = derivation.kind.on_arrays(derivation.operands, dict(derivation.attributes))
-
-    def pullback(*operands: Any) -> tuple[Any, ...]:
-        """The gradients of the wanted inputs, by all inputs and the given gradients."""
-        primals, gs = list(operands[: len(inputs)]), operands[len(inputs) :]
-
-        def of_wanted(*values: Any) -> tuple[Any, ...]:
-            for i, value in zip(wanted, values, strict=True):
-                primals[i] = value
-            result = function(*primals)
-            results = result if isinstance(result, tuple | list) else (result,)
-            return tuple(results[k].astype(outputs[k].dtype.as_jax()) for k in provided)
-
-        _, pull = jax.vjp(of_wanted, *(primals[i] for i in wanted))
-        return pull(gs)
-
-    gradients = [outputs[k] for k in provided]
-    used = inputs_used(pullback, [*inputs, *gradients])
-    reads = tuple(i for i in range(len(inputs)) if used[i])
+    d, reads = derivation, derivation.reads()
 
     def lowering(*operands: Any) -> Any:
-        primals = [jnp.zeros(spec.shape, spec.dtype.as_jax()) for spec in inputs]
-        for i, value in zip(reads, operands, strict=False):
-            primals[i] = value
-        results = pullback(*primals, *operands[len(reads) :])
-        return results if len(wanted) > 1 else results[0]
+        read = dict(zip(reads, operands, strict=False))
+        specs = (*d.inputs, *d.outputs) if d.by_results else d.inputs
+        values = [read[i] if i in read else jnp.zeros(s.shape, s.dtype.as_jax()) for i, s in enumerate(specs)]
+        count = len(d.inputs)
+        results = d.gradients(values[:count], values[count:], operands[len(reads) :])
+        return tuple(results) if len(d.wanted) > 1 else results[0]
 
-    specs = [TensorSpec(inputs[i].shape, inputs[i].dtype, inputs[i].meta_shape) for i in wanted]
-    shape = specs if len(wanted) > 1 else specs[0]
-    rule = _gradient_rule(derivation, reads)
+    specs = [TensorSpec(d.inputs[i].shape, d.inputs[i].dtype, d.inputs[i].meta_shape) for i in d.wanted]
+    shape = specs if len(d.wanted) > 1 else specs[0]
+    rule = _gradient_rule(d, reads)
     return (
         OpKind(
-            f"{derivation.kind.name}Grad",
+            f"{d.kind.name}Grad",
             lowering,
             shape=lambda *operands: shape,
             traits=[] if rule is None else [rule],
-            derivation=derivation,
+            derivation=d,
         ),
         reads,
     )
@@ -258,6 +320,6 @@ def _gradient_rule(derivation: Derivation, reads: Sequence[int]) -> ShardingRule
     ranks = {len(derivation.outputs[k].shape) for k in derivation.given} | {len(shapes[i]) for i in derivation.wanted}
     if len(results) < len(derivation.outputs) or len(ranks) > 1:
         return None
-    operand_letters = [operands[i] for i in reads] + [results[k] for k in derivation.given]
+    operand_letters = [(*operands, *results)[i] for i in reads] + [results[k] for k in derivation.given]
     incoming = " ".join(f"operands[{i}]" for i in range(len(reads), len(operand_letters)))
     return ShardingRule(f"{','.join(operand_letters)}->{','.join(operands[i] for i in derivation.wanted)}", (incoming,))

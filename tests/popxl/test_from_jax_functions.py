@@ -147,6 +147,53 @@ def test_numbers_and_gradients_are_those_of_jax(name) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+READ = {  # and what the gradient reads: results, if it then reads fewer operands
+    "exp": (jnp.exp, X, "exp_out"),
+    "tanh": (jnp.tanh, X, "tanh_out"),
+    "tan": (jnp.tan, X, "tan_out"),
+    "sin": (jnp.sin, X, "x"),
+    "log": (jnp.log, X + 2, "x"),
+    "cholesky": (
+        lambda a: jax.lax.linalg.cholesky(a, symmetrize_input=False),
+        MATRIX,
+        "x",
+    ),  # JAX's rule makes a result of its own
+    "qr": (lambda a: jnp.linalg.qr(a)[0], MATRIX, "qr_out qr_out__t0"),
+    "largest": (lambda x: jax.lax.top_k(x, 2)[0], X, "top_k_out__t0"),
+    "solution": (lambda a: jax.lax.linalg.triangular_solve(a, a + 1, left_side=True), MATRIX, "x triangular_solve_out"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_gradients_read_results_in_place_of_operands(name, tmp_path) -> None:
+    fn, x, read = READ[name]
+    ir = popxl.Ir()
+
+    def gradient(x: popxl.Tensor) -> popxl.Tensor:
+        graph = ir.create_graph(popxl.from_jax(lambda x: jnp.sum(fn(x) ** 2)), x)
+        info = popxl.transforms.autodiff(graph)
+        assert {t.name for t in info.graph.inputs[1:]} >= {*read.split()}
+        assert "x" in read or "x" not in [t.name for t in info.graph.inputs[1:]]
+        site = ops.call_with_info(graph, x)
+        return ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site))[0]
+
+    with ir.main_graph:
+        operand = popxl.variable(x)
+        graph = ir.create_graph(gradient, operand)
+        info = popxl.transforms.autodiff(graph)
+        site = ops.call_with_info(graph, operand)
+        second = ops.call(info.graph, popxl.constant(np.ones_like(x)), inputs_dict=info.inputs_dict(site))
+        for t in (site.outputs[0], *second):
+            ops.host_store(popxl.d2h_stream(t.shape, t.dtype), t)
+    ir.save(tmp_path / "program.popxl")
+    expected = jax.grad(lambda x: jnp.sum(fn(x) ** 2))
+    for program in (ir, popxl.Ir.load(tmp_path / "program.popxl")):
+        with popxl.Session(program, "ipu_model") as session:
+            found = [*session.run().values()]
+        np.testing.assert_allclose(found[0], expected(x), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(found[1], jax.grad(lambda x: jnp.sum(expected(x)))(x), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", WITHOUT_GRADIENTS)
 def test_numbers_are_those_of_jax(name) -> None:
     fn = WITHOUT_GRADIENTS[name]

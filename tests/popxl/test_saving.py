@@ -284,6 +284,14 @@ def test_files_that_earlier_versions_wrote(format: int) -> None:
         np.testing.assert_array_equal(session.get_tensor_data(w), weights - 0.5)
 
 
+def test_a_gradient_that_an_earlier_version_saved_reads_inputs() -> None:
+    """The gradient of an exponential function now reads its result."""
+    ir = popxl.Ir.load(Path(__file__).parent / "earlier_files" / "gradient_by_inputs.popxl")
+    with popxl.Session(ir, "ipu_model") as session:
+        (dx,) = session.run().values()
+    np.testing.assert_allclose(dx, 2 * np.exp(np.array([[0.5, -1.0, 2.0]], np.float32)), rtol=1e-6)
+
+
 def write_format_2(ir: popxl.Ir, path: Path, named: str | None = None) -> None:
     """Save a program as earlier versions have."""
     ir.save(path)

@@ -422,8 +422,5 @@ def _assembled(single: Variable, replicated: Variable, data: Array) -> Iterator[
     if axis is None:
         yield from data
         return
-    members: dict[int, list[Array]] = {}
-    for group, row in zip(grouping.assignment, data, strict=True):
-        members.setdefault(group, []).append(row)
-    for rows in zip(*(members[group] for group in sorted(members)), strict=True):
-        yield np.concatenate(rows, axis)
+    by_group = data[np.argsort(grouping.assignment, kind="stable")].reshape(grouping.num_groups, -1, *data.shape[1:])
+    yield from (np.concatenate(rows, axis) for rows in by_group.swapaxes(0, 1))

@@ -16,6 +16,7 @@ from jax import lax
 
 from popxl.analysis.flops import own_flops
 from popxl.base.arrays import Array
+from popxl.base.group_by import group_by
 from popxl.core.aliasing import called_by
 from popxl.core.recording import Op
 from popxl.core.rounding import rounds
@@ -99,12 +100,10 @@ def lower_batched(lowering: Lowering, loop: RerolledLoop, environment: Environme
         [_rows(slots[loop_input][0].packed.array, numbers[loop_input]) for loop_input in own]
     )
     context.channels.resume(channels, channels.start, changed)
-    by_array: dict[PackedArray, list[int]] = {}
-    for n, loop_input in enumerate(written):
-        by_array.setdefault(slots[loop_input][0].packed, []).append(n)
-    for packed, places in by_array.items():
-        rows = [number for n in places for number in numbers[written[n]]]
-        packed.array = _with_rows(packed.array, rows, [changed[n] for n in places])
+    values_of = dict(zip(written, changed, strict=True))
+    for packed, inside in group_by(written, lambda loop_input: slots[loop_input][0].packed).items():
+        rows = [number for loop_input in inside for number in numbers[loop_input]]
+        packed.array = _with_rows(packed.array, rows, [values_of[loop_input] for loop_input in inside])
     for loop_output, values in zip(loop.outputs, results, strict=True):
         packed = PackedArray(values)
         environment.values.update((loop_output.by_iteration[i], PackedSlot(packed, n)) for n, i in enumerate(order))

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from popxl.base.arrays import Array
+from popxl.base.group_by import group_by
 from popxl.core.aliasing import called_by
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
@@ -293,10 +294,7 @@ class _Slice(NamedTuple):
 
 def _slices(slots: Mapping[Tensor, Sequence[PackedSlot]]) -> Iterator[_Slice]:
     """Group slots into slices, given each storage's slots by iteration."""
-    by_array: dict[PackedArray, list[Tensor]] = {}
-    for name, rows in slots.items():
-        by_array.setdefault(rows[0].packed, []).append(name)
-    for packed, names in by_array.items():
+    for packed, names in group_by(slots, lambda name: slots[name][0].packed).items():
         numbers = {name: tuple(row.number for row in slots[name]) for name in names}
         is_narrow = names[0].nelms * names[0].dtype.itemsize <= NARROW
         members: list[Tensor] = []

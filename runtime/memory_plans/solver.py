@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import chain, product
 from typing import Any, Literal
 
+from popxl.base.group_by import group_by
 from runtime.memory_plans.needs import GraphNeeds, evenly_spaced, host_bandwidth, memory_bandwidth
 from runtime.targets.chip import Chip
 
@@ -351,10 +352,7 @@ class _IntegerProgram:
 
         With them are the activations of its other micro-batches, and those of other models that wait meanwhile.
         """
-        by_model: dict[str, list[_Columns]] = {}
-        for group in self._all_groups:
-            by_model.setdefault(group.graph.model, []).append(group)
-        for model in by_model.values():
+        for model in group_by(self._all_groups, lambda each: each.graph.model).values():
             g = model[0].graph
             waiting = [each for each in self._all_groups if each.graph.model in g.live_models]
             waiting_row = _merged(each.saved_by_all(g.live_models[each.graph.model]) for each in waiting)
@@ -371,10 +369,7 @@ class _IntegerProgram:
         gradients of later ones; of graphs that are called later, their gradients; of other graphs, all activations.
         """
         yield _merged(each.saved(each.calls) for each in model), 0.0
-        by_graph: dict[str, list[_Columns]] = {}
-        for group in model:
-            by_graph.setdefault(group.graph.name, []).append(group)
-        for groups in by_graph.values():
+        for groups in group_by(model, lambda each: each.graph.name).values():
             g, is_loop = groups[0].graph, groups[0].release == "loop"
             ended = [each for each in model if each.graph.span[0] > g.span[1]]
             others = [each for each in model if each not in ended and each not in groups]

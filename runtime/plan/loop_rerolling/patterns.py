@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from popxl.base.group_by import group_by
+
 FEWEST = 3
 """Least number of iterations of a loop."""
 
@@ -64,11 +66,8 @@ def periodic_ranges(signatures: Sequence[int], sizes: Sequence[int], first: int,
 
 def _repeats(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
     """Indices of costly elements, with their distances to the next equal elements, up to `OFTEN` of these."""
-    by_signature: defaultdict[int, list[int]] = defaultdict(list)
-    for i in range(first, end):
-        if sizes[i]:
-            by_signature[signatures[i]].append(i)
-    for positions in by_signature.values():
+    costly = (i for i in range(first, end) if sizes[i])
+    for positions in group_by(costly, signatures.__getitem__).values():
         for occurrences in range(1, min(OFTEN, len(positions) - 1) + 1):
             for position, later in zip(positions, positions[occurrences:], strict=False):
                 yield position, later - position

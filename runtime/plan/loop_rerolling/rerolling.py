@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from popxl.analysis.flops import own_flops
+from popxl.base.group_by import group_by
 from popxl.core.aliasing import called_by, callees_first, changed_inputs, reachable, shares_by_reference
 from popxl.core.recording import Op
 from popxl.core.recursion import nesting, raised_recursion_limit
@@ -280,17 +281,13 @@ class _PackingAnalysis:
 
 
 def _group_adjacent(
-    groups: Sequence[Sequence[Tensor]], requests: Sequence[_PackingRequest]
+    groups: Sequence[tuple[Tensor, ...]], requests: Sequence[_PackingRequest]
 ) -> list[tuple[Tensor, ...]]:
     """Merge groups of narrow variables with equal roles, so that iterations slice adjacent rows at once, such as a
     layer's biases. Wide rows keep separate groups."""
-    number = {t: n for n, group in enumerate(groups) for t in group}
-    of_group: list[list[_PackingRequest]] = [[] for _ in groups]
-    for request in requests:
-        of_group[number[request.variables[0]]].append(request)
-    by_roles: dict[object, list[Sequence[Tensor]]] = {}
-    for group, own in zip(groups, of_group, strict=True):
-        by_roles.setdefault(_roles(group, own), []).append(group)
+    group_of = {t: group for group in groups for t in group}
+    requests_of = group_by(requests, lambda request: group_of[request.variables[0]])
+    by_roles = group_by(groups, lambda group: _roles(group, requests_of[group]))
     # By name: programs that share variables have them in the same order.
     ordered = (sorted(alike, key=lambda group: group[0].name) for alike in by_roles.values())
     return [tuple(t for of_iteration in zip(*alike, strict=True) for t in of_iteration) for alike in ordered]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from popxl.base.group_by import group_by
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant
 from popxl.graph import Graph
@@ -23,10 +23,7 @@ def reasons_of_few(calls: Mapping[Graph, int], function: Function) -> Iterator[t
         calls: number of equal calls of each graph.
         function: what an op computes, as `StructuralEncoder.function`.
     """
-    by_kinds: defaultdict[tuple[Any, ...], list[Graph]] = defaultdict(list)
-    for graph in calls:
-        by_kinds[tuple(op.kind for op in graph.ops)].append(graph)
-    for siblings in by_kinds.values():
+    for siblings in group_by(calls, lambda graph: tuple(op.kind for op in graph.ops)).values():
         could_repeat = sum(calls[graph] for graph in siblings) >= FEWEST
         for i, graph in enumerate(siblings):
             if calls[graph] >= FEWEST:

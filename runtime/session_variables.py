@@ -154,7 +154,8 @@ class SessionVariables:
         wanted = list(tensors)
         for t in wanted:
             self._check_readable(t)
-        known = {t: self._data_of_owner(t) for t in wanted if t in self._owners}
+        of_others = {v: self._owners[v] for v in wanted if isinstance(v, Variable) and v in self._owners}
+        known = {v: owner.values_of([theirs])[theirs] for v, (owner, theirs) in of_others.items()}
         own = [t for t in wanted if t not in known]
         with self._lock, self._ir.host_copies.lock:
             if any(isinstance(t, Variable) for t in own) and self._device_is_ahead():
@@ -178,10 +179,6 @@ class SessionVariables:
                 "copied to the host before the session was left."
             )
         return self._store.is_ahead and self._can_run
-
-    def _data_of_owner(self, t: Variable | Constant) -> np.ndarray:
-        owner, theirs = self._owners[t]  # type: ignore[index]  # a variable
-        return owner.values_of([theirs])[theirs]
 
     def write_variable_data(self, tensor: Variable, data: Any) -> None:
         """Write a variable's value on the host and, if attached, on the device.
@@ -280,7 +277,7 @@ def _host_value(t: Variable | Constant, values_of_all: Mapping[Variable, np.ndar
     return rows[np.asarray(grouping.assignment)]
 
 
-def _write_host_values(data: Mapping[Variable, np.ndarray], copy: bool = True) -> None:
+def _write_host_values(data: Mapping[Variable, np.ndarray], copy: bool) -> None:
     """Overwrite host copies of variables.
 
     Args:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, get_args
 
 from popxl.analysis.communication import communication_of
@@ -96,10 +97,7 @@ class _Schedule:
             live = self.steps.tensors[i]
             heights[use][live.first + 1] += live.bytes
             heights[use][max(self.until(i), live.first) + 1] -= live.bytes
-        for changes in heights.values():
-            for i in range(1, count):
-                changes[i] += changes[i - 1]
-            changes.pop()
+        heights = {use: [*accumulate(changes[:-1])] for use, changes in heights.items()}
         for i, moment in enumerate(self.steps.moments):
             heights["recomputed" if self.recomputing[i] else "other"][i] += moment.inside
         heights["state"] = [always] * count

@@ -90,8 +90,8 @@ def _loop(recorder: Recorder, loop: of_jax.Loop, read: Read) -> Sequence[Tensor]
 
 
 def _cond(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
-    branches, number, operands = of_jax.branches_of(equation)
-    return _choice(recorder, branches, read(number), [*map(read, operands)])
+    number, *operands = map(read, equation.invars)
+    return _choice(recorder, equation.params["branches"], number, operands)
 
 
 def _choice(

@@ -262,12 +262,6 @@ def as_counter(value: Any, aval: Any) -> np.ndarray | None:
 # Branches ------------------------------------------------------------------------------------------------------------
 
 
-def branches_of(equation: JaxprEqn) -> tuple[list[ClosedJaxpr], Any, Sequence[Any]]:
-    """Branches of a `cond`, selected index, and operands."""
-    number, *operands = equation.invars
-    return list(equation.params["branches"]), number, operands
-
-
 def conditions(jaxpr: Jaxpr) -> dict[Any, Any]:
     """The bools that are made numbers only to choose between two branches, by these numbers."""
     uses: dict[Any, list[bool]] = {}

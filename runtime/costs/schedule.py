@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from popxl.analysis.memory import LiveTensor, Moment
 from runtime.costs.hlo import Computation, Instruction, Module, Shape
@@ -56,11 +57,7 @@ class Schedule:
         for buffer in self.buffers:
             changes[buffer.first] += buffer.bytes
             changes[buffer.last + 1] -= buffer.bytes
-        live, size = [], 0
-        for change in changes[:-1]:
-            size += change
-            live.append(size)
-        return live
+        return [*accumulate(changes[:-1])]
 
     def moments(self) -> tuple[Moment, ...]:
         """Steps for a memory report."""

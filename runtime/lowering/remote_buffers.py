@@ -333,7 +333,7 @@ def fill_buffer(
 
 
 def rows_of_slots(
-    buffer: RemoteBuffer, variables: Iterable[Variable], slots: np.ndarray, count: int = 1
+    buffer: RemoteBuffer, variables: Iterable[Variable], slots: np.ndarray, count: int
 ) -> dict[Variable, np.ndarray]:
     """Per variable, rows of host slots of `count` replicas."""
     rows = slots.view(buffer.tensor_dtype.as_jax()).reshape(count, buffer.entries, -1)[:, :, : buffer.slot_nelms]

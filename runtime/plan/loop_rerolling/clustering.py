@@ -93,11 +93,8 @@ class Clustering:
                 waiting += new
             ordered += sorted(group, key=self.positions.__getitem__)
             placed |= group
-            written.update(root for i in op.modified for root in self._signatures.roots(op.inputs[i]))
+            written.update(self._signatures.roots_written(op))
         return ordered
-
-    def _roots(self, op: Op) -> set[Tensor]:
-        return {root for t in op.inputs for root in self._signatures.roots(t)}
 
     def _updates(self) -> AbstractSet[Op]:
         """Batchable updates of variables that only other updates read afterwards; and the ops on gradients that only
@@ -136,7 +133,7 @@ class Clustering:
             used |= self.needs[op]
         for op in self.ops:
             is_pure = not (op.modified or op.called_graphs or op.kind.exchange or op.kind.effect)
-            roots, followers = self._roots(op), self._followers[op]
+            roots, followers = self._signatures.roots_read(op), self._followers[op]
             begins = bool(roots) and computed.isdisjoint(roots) and not any(isinstance(t, Constant) for t in roots)
             is_single = len({self._signatures.signature(each) for each in followers}) == len(followers) > 0
             if is_pure and begins and is_single and not self._is_rare[op]:
@@ -150,7 +147,7 @@ class Clustering:
         position = {op: i for i, op in enumerate(ops)}
         followers = _followers(ops, needs)
         computed = {t for op in self.ops if op.inputs for t in op.outputs}
-        roots_read = {root for op in ops for root in self._roots(op)}
+        roots_read = {root for op in ops for root in self._signatures.roots_read(op)}
         calls_ahead = dict.fromkeys(ops, 0)  # number of calls on the longest path of reads that starts at an op
         is_deferred = dict(self._is_rare)  # rare, and needed by rare ops only
         for op in reversed(ops):
@@ -162,7 +159,7 @@ class Clustering:
 
         def stays_behind(op: Op) -> bool:
             is_free = self._is_rare[op] and all(t.nelms == 1 for t in op.outputs)
-            return computed.isdisjoint(self._roots(op)) and not is_free
+            return computed.isdisjoint(self._signatures.roots_read(op)) and not is_free
 
         keeps_position = {op: is_deferred[op] or stays_behind(op) for op in ops}  # behind all ops that precede it
         ready: list[tuple[bool, bool, int, bool, int]] = []
@@ -194,7 +191,7 @@ class Clustering:
 
 def is_update(op: Op, signatures: OpSignatures) -> bool:
     """Whether an op overwrites variables or graph inputs, and supports batching over all iterations."""
-    overwritten = [root for i in op.modified for root in signatures.roots(op.inputs[i])]
+    overwritten = signatures.roots_written(op)
     return bool(overwritten) and all(root.producer is None for root in overwritten) and is_batchable(op)
 
 
@@ -208,7 +205,7 @@ def _followers(ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]]) -> defaultdi
 
 def _slots(ops: Sequence[Op], signatures: OpSignatures) -> dict[Op, Slot]:
     """Slots of remote buffers that ops load from or store to, where all numbers of a buffer's slots are constants."""
-    overwritten = {root for op in ops for i in op.modified for root in signatures.roots(op.inputs[i])}
+    overwritten = {root for op in ops for root in signatures.roots_written(op)}
     slots: dict[Op, Slot] = {}
     others: set[object] = set()  # buffers with computed numbers, or used by called graphs
     for op in ops:

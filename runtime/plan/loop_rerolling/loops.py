@@ -61,14 +61,13 @@ class _Sequence:
         reasons: dict[Graph, str | None],
     ) -> None:
         self._ops = ops
-        self._roots = signatures.roots
+        self._roots, self._roots_read = signatures.roots, signatures.roots_read
         self._signatures = [signatures.signature(op) for op in self._ops]
         self._sizes = [
             sum(1 + size(callee) for callee in op.called_graphs) or is_update(op, signatures) for op in self._ops
         ]
         self._reasons = reasons
-        read = ([root for t in op.inputs for root in self._roots(t)] for op in ops)
-        self._live = live_ranges(zip(read, (op.outputs for op in ops), strict=True), returned)
+        self._live = live_ranges(((self._roots_read(op), op.outputs) for op in ops), returned)
 
     def items(self) -> tuple[Item, ...]:
         """Ops and loops, choosing loops greedily: largest saving first, then recursively before and after it."""
@@ -146,10 +145,8 @@ class _Sequence:
 
     def _carried_values(self, position: int, period: int) -> int:
         """Number of values carried across an iteration boundary."""
-        after = (root for op in self._ops[position : position + period] for t in op.inputs for root in self._roots(t))
-        return len(
-            {t for t in after if any(position - period <= start < position for start, _ in self._live.get(t, ()))}
-        )
+        after = {root for op in self._ops[position : position + period] for root in self._roots_read(op)}
+        return sum(any(position - period <= start < position for start, _ in self._live.get(t, ())) for t in after)
 
     def _used_after(self, position: int) -> set[Tensor]:
         """Storages read or modified after an index."""

@@ -38,6 +38,14 @@ class OpSignatures:
         """Storages under a tensor."""
         return self._resolve_cached(t)[1]
 
+    def roots_read(self, op: Op) -> list[Tensor]:
+        """Storages under the operands of an op, in order, with duplicates."""
+        return [root for t in op.inputs for root in self.roots(t)]
+
+    def roots_written(self, op: Op) -> list[Tensor]:
+        """Storages that an op overwrites."""
+        return [root for i in op.modified for root in self.roots(op.inputs[i])]
+
     def storage(self, t: Tensor) -> Tensor | None:
         """A tensor's storage; `None` for views."""
         code, roots = self._resolve_cached(t)

@@ -353,8 +353,7 @@ def _last_writer(graph: Graph, wanted: Set[Tensor]) -> Op | None:
             if wanted.isdisjoint(aliases.get(op.inputs[i], (op.inputs[i],))):
                 continue
             for run in op.runs:
-                bound = zip(run.inputs, run.operands, strict=False)
-                inner = {t for t, operand in bound if operand is op.inputs[i]}
+                inner = {t for t, operand in run.bindings if operand is op.inputs[i]}
                 if inner and (writer := _last_writer(run.graph, inner)) is not None:
                     return writer
             return op

@@ -156,7 +156,7 @@ class _Schedule:
             (run,) = call.op.runs
             if run.trait.is_loop or t in graph.outputs:
                 break
-            inner = [inner_t for inner_t, outer in zip(run.inputs, run.operands, strict=False) if outer is t]
+            inner = [inner_t for inner_t, outer in run.bindings if outer is t]
             steps = [call.inputs_until[inner_t] for inner_t in inner if inner_t in call.inputs_until]
             if not steps:
                 break

@@ -37,7 +37,7 @@ def reading_ipus(main: Graph) -> Readers:
             spread = [run for run in op.runs if len(ipus[run.graph]) > 1]
             passed = {t for run in spread for t in run.operands}
             for run in spread:
-                for t, inner in zip(run.operands, run.inputs, strict=False):
+                for inner, t in run.bindings:
                     found[t] |= readers[run.graph].get(inner, {})
             for i, t in enumerate(op.inputs):
                 if t not in passed and (op.runs or i not in op.modified):

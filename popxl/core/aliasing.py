@@ -175,9 +175,7 @@ def overwritten(op: Op) -> frozenset[int]:
 
 def by_reference(op: Op) -> frozenset[int]:
     """Positions of op inputs passed by reference, by declaration or per call."""
-    bound = (
-        (run.first + i, t) for run in op.runs for i, (t, _) in enumerate(zip(run.inputs, run.operands, strict=False))
-    )
+    bound = ((run.first + i, t) for run in op.runs for i, (t, _) in enumerate(run.bindings))
     return op.modified.union(i for i, t in bound if t.by_ref)
 
 

@@ -176,7 +176,7 @@ class Op:
         elsewhere = {
             t
             for run in self.runs
-            for t, inner in zip(run.operands, run.inputs, strict=False)
+            for inner, t in run.bindings
             if inner.is_read_elsewhere or _differ(inner.used_at, self.location)
         }
         return tuple(t in elsewhere for t in self.inputs)

@@ -8,7 +8,7 @@ instead of op names, so that a new op needs no change to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -445,6 +445,11 @@ class Run:
     def inputs(self) -> tuple[Tensor, ...]:
         """Graph inputs bound to caller tensors."""
         return self.graph.inputs[self.trait.own_inputs :]
+
+    @property
+    def bindings(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Graph inputs, each with the caller tensor that is bound to it."""
+        return zip(self.inputs, self.operands, strict=False)
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:

@@ -433,7 +433,7 @@ def _leading_through_calls(
             (run,) = op.runs
             leading = frozenset(inner for inner, t in zip(run.outputs, op.outputs, strict=False) if t in leads)
             within = _leading_through_calls(run.graph, leading, known)
-            inputs &= {t for inner, t in zip(run.inputs, run.operands, strict=False) if inner in within}
+            inputs &= {t for inner, t in run.bindings if inner in within}
         leads |= inputs
     known[graph, provided] = leads
     return leads

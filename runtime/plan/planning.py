@@ -144,7 +144,7 @@ class PlanBuilder:
         """Graphs of a host-executed op: one for calls and loops, two for conditionals."""
         stacked = tuple((stack, stack) for stack in stacks)
         for run in op.runs:
-            arguments = tuple((t.origin, inner) for t, inner in zip(run.operands, run.inputs, strict=False))
+            arguments = tuple((t.origin, inner) for inner, t in run.bindings)
             fixed = {inner: t for t, inner in arguments if isinstance(t, Constant) and self._is_immutable(t)}
             returned = tuple((result, t.origin) for result, t in run.results)
             modified = tuple(arguments[i] for i in sorted(op.modified))

@@ -137,7 +137,7 @@ def _returned_by_call(op: Op, returned: Mapping[Graph, TrackedValues]) -> Iterat
         inner_values = returned.get(run.graph, {})
         inner_outputs = () if run.trait.chooses else run.graph.outputs[run.trait.own_outputs :]
         pairs = [*zip(op.outputs, inner_outputs, strict=False)]
-        pairs += [(t.origin, inner) for t, inner in zip(run.operands, run.inputs, strict=False)]
+        pairs += [(t.origin, inner) for inner, t in run.bindings]
         yield from ((t, inner_values[inner]) for t, inner in pairs if inner in inner_values and t.nelms > 1)
 
 

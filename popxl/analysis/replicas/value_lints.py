@@ -94,7 +94,7 @@ def _shared_noise(
     """
     for op in graph.ops:
         for run in op.runs:
-            inner = {t: seed_of[outer] for t, outer in zip(run.inputs, run.operands, strict=False) if outer in seed_of}
+            inner = {t: seed_of[outer] for t, outer in run.bindings if outer in seed_of}
             call = run.graph, frozenset(inner.items())
             if inner and run.graph.gradient_of is None and call not in visited:
                 visited.add(call)

@@ -46,7 +46,7 @@ class InlinedGraphs:
                 entered.pop()
             elif self._is_inlined(op):
                 (run,) = op.runs
-                self.aliases.update(zip(run.inputs, run.operands, strict=True))
+                self.aliases.update(run.bindings)
                 self.aliases.update(run.results)
                 entered.append(iter(run.graph.ops))
             else:

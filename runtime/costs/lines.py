@@ -9,7 +9,7 @@ from popxl.base.group_by import group_by
 from popxl.base.records import Record
 from runtime.costs.hlo import Instruction, Module
 from runtime.costs.schedule import Buffer, schedule_of
-from runtime.costs.work import account_of
+from runtime.costs.work import Account, account_of
 from runtime.lowering.scopes import source_of
 
 
@@ -52,24 +52,23 @@ def lines_of(modules: Sequence[tuple[Module, int]]) -> tuple[LineCost, ...]:
     Args:
         modules: the executables of a program, each with how often a run carries it out.
     """
-    work: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    account = Account()  # of lines
     kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
     live: dict[str, int] = {}
     for module, times in modules:
-        for line, done in account_of(module, line_of).graphs.items():
-            for i, count in enumerate((done.kernels, done.flops, done.bytes)):
-                work[line][i] += times * count
+        account.add(account_of(module, line_of), times)
         for line, kind, count in _kinds(module):
             kinds[line][kind] += times * count
         at_peak = {line: sum(buffer.bytes for buffer in costs) for line, costs in live_buffers(module).items()}
         if sum(at_peak.values()) > sum(live.values()):
             live = at_peak
+    work = account.graphs
     costs = (
         LineCost(
             line=line,
-            kernels=work[line][0],
-            flops=work[line][1],
-            bytes_accessed=work[line][2],
+            kernels=work[line].kernels,
+            flops=work[line].flops,
+            bytes_accessed=work[line].bytes,
             live_bytes=live.get(line, 0),
             kinds=dict(sorted(kinds[line].items())),
         )

@@ -27,6 +27,7 @@ from popxl.analysis.replicas.axis_types import (
     VARYING,
     ZEROS,
     AxisType,
+    is_term,
     join_axis,
 )
 from popxl.values.subscripts import Labels
@@ -86,7 +87,7 @@ def _is_divided(
 
 def types_by_rule(rule: Rule, types: Sequence[AxisType], flaws: Flaws) -> list[AxisType]:
     """Result types, by the operand types. Adds to `flaws`."""
-    if any(map(_is_sum, types)):
+    if any(map(is_term, types)):
         return [_type_of_terms(rule, types, flaws)] * len(rule.results)
     joined = join_axis(types)
     if joined == SHARDS and _sums_all(rule):
@@ -101,10 +102,6 @@ def types_by_rule(rule: Rule, types: Sequence[AxisType], flaws: Flaws) -> list[A
 def _sums_all(rule: Rule) -> bool:
     """Whether an operation sums all elements of its only operand, so that any shards become terms of a sum."""
     return len(rule.operands) == 1 and all(rule.operands[0]) and rule.linear == ({0},) and not any(rule.results)
-
-
-def _is_sum(along: AxisType) -> bool:
-    return along.kind is PARTIAL or along == _TERMS
 
 
 def _is_product_of_own(rule: Rule, result: Labels, types: Sequence[AxisType]) -> bool:
@@ -124,7 +121,7 @@ def _type_of_terms(rule: Rule, types: Sequence[AxisType], flaws: Flaws) -> AxisT
     """Result type of an operation on terms of a sum."""
     terms = SUM if any(along.kind is PARTIAL for along in types) else _TERMS
     others_type = SUM if terms is SUM else _OWN
-    terms_at = {i for i, along in enumerate(types) if _is_sum(along) and rule.floats[i]}
+    terms_at = {i for i, along in enumerate(types) if is_term(along) and rule.floats[i]}
     if rule.linear is None or not terms_at:  # terms only in conditions and indices
         return others_type
     other_types = [along for i, along in enumerate(types) if i not in terms_at]

@@ -212,19 +212,9 @@ class _Differentiation:
             self._contribute(t, conjugate(seed, _name_within(t)))
         derivative = self.forward_graph.derivative
         by_rule = set() if derivative is None else _computing(self.forward_graph, derivative.results)
-        for op in (op for op in reversed(self.forward_graph.ops) if op not in by_rule):
-            gs = tuple(self.gradient(t) for t in op.outputs)
-            if any(g is not None for g in gs) and not self.follows.isdisjoint(op.inputs):
-                for callee in op.called_graphs:
-                    if callee not in self.infos and self.needed[callee]:
-                        self._of_callee(callee, list(op.kind.runs.sought(callee)))  # type: ignore[union-attr]
-                        info = self.infos[callee]
-                        if self.transform is not None and info is not None:
-                            self.infos[callee] = self.transform(info)
-                forward = Forward(op, self.follows, self.counterpart, self.infos.get, self._counterpart_in_last_layout)
-                with get_current_context().located_at(op.ipu, op.io_tiles):
-                    for i, contribution in gradients(forward, gs).items():
-                        self._contribute(op.inputs[i], contribution)
+        for op in reversed(self.forward_graph.ops):
+            if op not in by_rule:
+                self._follow_op(op)
         if derivative is not None:
             self._follow_rule(derivative)
         by_tensor = {t: g for t in self.required if (g := self.gradient(t)) is not None}
@@ -238,6 +228,19 @@ class _Differentiation:
                 f"depends on it in a differentiable way. {remedy}"
             )
         return {t: self._named(t, conjugate(g, f"Gradient___{t.name}")) for t, g in by_tensor.items()}
+
+    def _follow_op(self, op: Op) -> None:
+        """Differentiate an op, if it leads from required tensors to results with gradients."""
+        gs = tuple(self.gradient(t) for t in op.outputs)
+        if all(g is None for g in gs) or self.follows.isdisjoint(op.inputs):
+            return
+        for callee in op.called_graphs:
+            if callee not in self.infos and self.needed[callee]:
+                self._of_callee(callee, list(op.kind.runs.sought(callee)))  # type: ignore[union-attr]
+        forward = Forward(op, self.follows, self.counterpart, self.infos.get, self._counterpart_in_last_layout)
+        with get_current_context().located_at(op.ipu, op.io_tiles):
+            for i, contribution in gradients(forward, gs).items():
+                self._contribute(op.inputs[i], contribution)
 
     def _follow_rule(self, derivative: Derivative) -> None:
         """Differentiate what the graph returns by its own rule."""
@@ -291,7 +294,7 @@ class _Differentiation:
         return undone(self.counterpart(last))
 
     def _of_callee(self, callee: Graph, required: list[Tensor]) -> None:
-        """Differentiate a called graph for those tensors that have gradients."""
+        """Differentiate a called graph for those tensors that have gradients, and transform its gradient."""
         if not callee.differentiable:
             raise PopxlError(
                 f"autodiff: {callee.title}, which {self.forward_graph.title} calls, has been marked as unsafe to "
@@ -309,6 +312,9 @@ class _Differentiation:
         needed = self.needed[callee]
         with with_known_caller():
             _Differentiation(callee, needed, required, self.infos, self.needed, self.transform, complete=False).run()
+        info = self.infos[callee]
+        if self.transform is not None and info is not None:
+            self.infos[callee] = self.transform(info)
 
     # Interface for rules --------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from popxl.base.liveness import last_uses
 from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text
 from popxl.base.pictures import steps
 from popxl.base.records import Record
-from popxl.core.aliasing import callees_first, reachable, storages, used_storages
+from popxl.core.aliasing import call_counts, callees_first, reachable, storages, used_storages
 from popxl.core.printing import summary
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
@@ -271,13 +271,9 @@ def steps_of(main: Graph, size: Callable[[Tensor], int] = size_in_bytes, each_ca
         size: function that returns the bytes of a tensor that count.
         each_call: whether to expand every call of a graph into the steps of that graph, or only single calls.
     """
-    calls: Counter[Graph] = Counter()
-    graphs = callees_first(main)
-    for graph in graphs:
-        calls.update(callee for op in graph.ops for callee in op.called_graphs)
-    entered = {graph for graph, count in calls.items() if each_call or count == 1}
+    entered = {graph for graph, count in call_counts(main.ops).items() if each_call or count == 1}
     by_graph: dict[Graph, Steps] = {}
-    for graph in graphs:
+    for graph in callees_first(main):
         by_graph[graph] = _steps(graph, by_graph, entered, size)
     return by_graph[main]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,12 @@ def reachable(graph: Graph) -> tuple[Graph, ...]:
 def called_by(ops: Iterable[Op]) -> tuple[Graph, ...]:
     """The graphs that ops call, and all transitively called graphs, each once, in order of first mention."""
     return _reached([graph for op in ops for graph in op.called_graphs])
+
+
+def call_counts(ops: Sequence[Op]) -> Counter[Graph]:
+    """The number of call sites of each graph, among ops and in graphs that these call."""
+    callers = (ops, *(graph.ops for graph in called_by(ops)))
+    return Counter(callee for each in callers for op in each for callee in op.called_graphs)
 
 
 def _reached(graphs: Sequence[Graph]) -> tuple[Graph, ...]:

@@ -11,7 +11,6 @@ State other than its inputs (streams, the failure flag) is passed and returned a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 
 from popxl.base.arrays import Array
 from popxl.base.names import identifier
-from popxl.core.aliasing import called_by
+from popxl.core.aliasing import call_counts
 from popxl.core.recording import Op
 from popxl.core.recursion import nesting, raised_recursion_limit
 from popxl.core.rounding import HALVES
@@ -76,7 +75,7 @@ class Lowering:
         in_order: bool = True,
     ) -> None:
         ops = tuple(ops)
-        call_sites = _call_sites(ops)
+        call_sites = call_counts(ops)
         copies_to_host = any(offloads(each) for each in (ops, *(g.ops for g in call_sites))) and not replicas.is_cpu
         self.replicas = replicas
         self.scheduling = scheduling
@@ -284,14 +283,6 @@ def recursing_into(main: Graph) -> AbstractContextManager[None]:
 
 _CALL, _BRANCH = 6, 10
 """Approximate Python stack frames per nested call and per nested branch; the default limit suffices for some."""
-
-
-def _call_sites(ops: Iterable[Op]) -> Counter[Graph]:
-    """The number of call sites of each graph."""
-    sites = Counter(callee for op in ops for callee in op.called_graphs)
-    for graph in called_by(ops):
-        sites.update(callee for op in graph.ops for callee in op.called_graphs)
-    return sites
 
 
 def written_tensors_of(op: Op) -> list[Tensor]:

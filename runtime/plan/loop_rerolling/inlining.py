@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
-from popxl.core.aliasing import changed_inputs, reachable, storages, view_of
+from popxl.core.aliasing import call_counts, changed_inputs, storages, view_of
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
@@ -26,7 +26,7 @@ class InlinedGraphs:
     """
 
     def __init__(self, main: Graph) -> None:
-        self._sites = Counter(callee for graph in reachable(main) for op in graph.ops for callee in op.called_graphs)
+        self._sites = call_counts(main.ops)
         self._storages = cache(lambda graph: storages(graph.ops))
         self.aliases: dict[Tensor, Tensor] = {}
         self.graphs: dict[Graph, tuple[Op, ...]] = {}

@@ -12,7 +12,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
-from popxl_addons import layers, rts
+from popxl_addons import layers, optimizers, rts
 from popxl_addons.layers.layer_norm_distributed import LayerNormDistributed
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping, resolved
 from popxl_addons.ops.cross_entropy_sharded_loss import cross_entropy_sharded_loss
@@ -104,3 +104,20 @@ def test_a_wrong_name_is_told() -> None:
         with pytest.raises(ValueError, match="VariableFactory `w`: `replica_grouping`: there is no axis 'tenser'"):
             addons.VariableFactory(partial(np.zeros, 3), popxl.float32, "w", replica_grouping="tenser")
         assert resolved(None, "here").group_size == 8
+
+
+def test_axes_apart_that_share_weights() -> None:
+    """Replicas along the first and the last axis share the weights that the middle axis divides."""
+
+    class Loss(addons.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = layers.MLP(8, tensor="tensor")
+
+        def build(self, x: popxl.Tensor) -> popxl.Tensor:
+            return ops.mean(self.mlp(x))
+
+    with popxl.Ir(axes={"data": 2, "tensor": 2, "text": 2}).main_graph:
+        stream = popxl.h2d_stream((3, 4), popxl.float32)
+        with pytest.raises(NotImplementedError, match="next to each other in .*'data': 2, 'tensor': 2, 'text': 2"):
+            addons.train_step(Loss(), stream, optimizer=partial(optimizers.sgd, lr=0.1))

@@ -111,9 +111,11 @@ def members(name: str, group: Groups | None) -> dict[str, Any]:
             f"other. Put them next to each other in `popxl.Ir(axes={ir.axes})`."
         )
     if not group.is_const:
+        axes = ir.axes
+        hint = f" Put axes that replicas share a value along next to each other in `popxl.Ir(axes={axes})`." if axes else ""
         raise NotImplementedError(
             f"{name}: `group` is {group}, whose members are not always the same distance apart; replicas of such "
-            "groups cannot talk to each other. Use a grouping of `ir.replica_grouping(stride, group_size)`."
+            f"groups cannot talk to each other. Use a grouping of `ir.replica_grouping(stride, group_size)`.{hint}"
         )
     if count % (group.stride * group.group_size):
         raise ValueError(

@@ -111,8 +111,7 @@ def members(name: str, group: Groups | None) -> dict[str, Any]:
             f"other. Put them next to each other in `popxl.Ir(axes={ir.axes})`."
         )
     if not group.is_const:
-        axes = ir.axes
-        hint = f" Put axes that replicas share a value along next to each other in `popxl.Ir(axes={axes})`." if axes else ""
+        hint = f" Put axes with common sums next to each other in `popxl.Ir(axes={ir.axes})`." if ir.axes else ""
         raise NotImplementedError(
             f"{name}: `group` is {group}, whose members are not always the same distance apart; replicas of such "
             f"groups cannot talk to each other. Use a grouping of `ir.replica_grouping(stride, group_size)`.{hint}"

@@ -196,6 +196,7 @@ def _check_settings(
     precision: Any,
     loss_scaling: Any,
 ) -> None:
+    """Raise `ValueError` or `TypeError` for settings that contradict each other, or are of a wrong kind."""
     if accumulate < 1 or (accumulate > 1 and not only_streams):
         raise ValueError(
             f"train_step: `accumulate` is {accumulate}; expected 1 or more, and streams as inputs if it is more: each "

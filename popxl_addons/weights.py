@@ -58,6 +58,7 @@ class _Weight:
 
 
 def _files_in(folder: Path) -> list[Path]:
+    """Weight files in a folder: those of its index, or the only one."""
     if (folder / INDEX).exists():
         try:
             named = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()

@@ -111,6 +111,7 @@ def _order(value: Value, contents: Mapping[Value, torch.Tensor]) -> list[Node]:
 
 
 def _results(node: Node, contents: Mapping[Value, torch.Tensor]) -> list[torch.Tensor]:
+    """Results of a node, computed by PyTorch from known contents."""
     if node.op == "poptorch.constant":
         data: Data = node.arguments["data"]
         return [data.tensor]
@@ -214,6 +215,7 @@ def _selected(value: Value) -> tuple[Any, ...]:
 
 
 def _base_and_offset(value: Value, buffers: dict[Value, torch.Tensor]) -> tuple[Value, int]:
+    """The value of which an integer is a sum with a known number, and that number."""
     added = 0
     while (node := value.producer) is not None and not value.dtype.is_floating_point:
         arguments = node.arguments

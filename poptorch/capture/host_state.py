@@ -212,6 +212,7 @@ class HostState:
     # Looking around -------------------------------------------------------------------------------------------------
 
     def _explore(self) -> None:
+        """Take snapshots of all objects that can be reached from those waiting."""
         while self._waiting and len(self._visited) < _MOST:
             text, each, is_models = self._waiting.popleft()
             if id(each) in self._visited or is_instance(each, _CLOSED):
@@ -257,6 +258,7 @@ class HostState:
             self._add(HolderSnapshot(text, each, snapshot, restore, is_models, is_namespace=True))
 
     def _add_container(self, text: str, each: Any, is_models: bool) -> None:
+        """Take a snapshot of a container; of the contents, if it cannot change itself."""
         base: Any = next(kind for kind in CONTAINERS if is_instance(each, kind))
         if base in (tuple, frozenset):
             self._waiting += [(f"{text}[{key}]", value, is_models) for key, value in items(each)]
@@ -286,6 +288,7 @@ class HostState:
         self._add(HolderSnapshot(kind.__name__, kind, lambda: dict(vars(kind)), restore, is_namespace=True))
 
     def _add_function(self, function: FunctionType) -> None:
+        """Take a snapshot of the variables that a function names, and of its attributes."""
         if not is_users(function):
             return
         self._codes[function.__code__] = None

@@ -126,6 +126,7 @@ def _regions_around(nodes: Sequence[Node]) -> tuple[int, ...]:
 
 
 def _leaf(leaf: Any, labels: dict[int, Hashable]) -> Hashable:
+    """Key of one argument; see `outlining_key`."""
     if isinstance(leaf, Value):
         if id(leaf) not in labels:
             labels[id(leaf)] = ("from outside", len(labels), leaf.shape, leaf.dtype)
@@ -145,6 +146,7 @@ def _leaf(leaf: Any, labels: dict[int, Hashable]) -> Hashable:
 
 
 def _with_calls(nodes: Sequence[Node], chosen: list[list[_OpRange]], wanted: set[int]) -> list[Node]:
+    """Nodes with runs replaced by calls: each list of runs shares the trace of its first one."""
     last = last_uses((map(id, node.inputs) for node in nodes), wanted)
     starts: dict[int, tuple[_OpRange, Trace, list[tuple[int, int]]]] = {}
     for runs in chosen:

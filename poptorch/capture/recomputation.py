@@ -110,6 +110,7 @@ def as_calls(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
 def _as_calls(
     nodes: Sequence[Node], wanted: set[int], traces: dict[Hashable, Trace], converted: dict[Trace, Trace]
 ) -> list[Node]:
+    """As `as_calls`; `traces` and `converted` are shared with regions inside of others."""
     last = last_uses((map(id, node.inputs) for node in nodes), wanted)
     result: list[Node] = []
     position = 0

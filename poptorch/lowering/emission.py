@@ -222,6 +222,7 @@ class Emission:
                 self._write(node)
 
     def _write(self, node: Node) -> None:
+        """Lower one node, on its IPU and in its scope, and bind its results."""
         lowering = lowering_of(node.op, node.overload)
         if lowering is None:
             where = f", in the module {node.scope!r}" if node.scope else ""

@@ -151,6 +151,7 @@ def _shifted(t: Any, first: Any, backwards: bool) -> Any:
 
 
 def _kind(name: str, step: _Step, states: int) -> OpKind:
+    """Declare a layer in one direction as an op, whose gradient is another op."""
     backward = OpKind(f"{name}Grad", _backward(step, states), key=f"poptorch.{name}Grad")
 
     def gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
@@ -184,6 +185,7 @@ _LAYERS = {
 
 
 def _stacked(name: str) -> Callable[..., Any]:
+    """Lowering of a recurrent function: layers upon each other, in one direction or two."""
     kind = _LAYERS[name]
 
     def lowering(
@@ -221,6 +223,7 @@ def _stacked(name: str) -> Callable[..., Any]:
 
 
 def _cell(name: str) -> Callable[..., Any]:
+    """Lowering of a recurrent cell: a layer with a single time step."""
     kind = _LAYERS[name]
 
     def lowering(

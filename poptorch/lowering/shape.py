@@ -198,6 +198,7 @@ _PARTS = ("aten.select", "aten.slice", "aten.split", "aten.split_with_sizes", "a
 def _write_one_view(
     base: popxl.Tensor, content: popxl.Tensor, op: str, overload: str, arguments: Mapping[str, Any], result: int = 0
 ) -> popxl.Tensor:
+    """A base with the content of one view replaced: rearranged, if it is all of it, or updated in a part."""
     if content.nelms == 0:
         return ops.identity(base)
     torch_arguments = {"self" if name == "input" else name: value for name, value in arguments.items()}

@@ -135,6 +135,7 @@ def display_name(number: str) -> str:
 
 
 def _constant_error(key: Key, before: Any, now: Any, optimizer: torch.optim.Optimizer) -> Error:
+    """Error for a changed constant, with the way to make it variable."""
     group, number = key
     name = attribute_of(number)
     where = f"{name!r}" if group is None else f"{name!r} of group {group}"

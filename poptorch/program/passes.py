@@ -158,6 +158,7 @@ class Passes:
     # Copies ---------------------------------------------------------------------------------------------------------
 
     def _copy_forward(self, graph: popxl.Graph, leaving: Collection[popxl.Tensor]) -> None:
+        """Replace the forward graph by a copy that loads weights, and offloads activations."""
         copy = graph.ir.create_empty_graph(graph.name.partition("_subgraph")[0])
         forward = _Pass(copy, {})
         phases = self._phases
@@ -183,6 +184,7 @@ class Passes:
         leaving: Collection[popxl.Tensor],
         accumulated: Mapping[popxl.Tensor, Sequence[Callable[[popxl.Tensor, InputMaker], None]]],
     ) -> None:
+        """Replace the gradient graph by a copy that loads weights and activations, and accumulates gradients."""
         copy = graph.ir.create_gradient_graph(self._forward.graph)
         copy.gradient_of = self._forward.graph
         backward = _Pass(copy, {})

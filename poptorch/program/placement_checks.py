@@ -35,6 +35,7 @@ def check_placement(sites: Sequence[OpPlacement], options: Options, training: bo
 
 
 def _check_units(sites: Sequence[OpPlacement], options: Options) -> None:
+    """Check the number of units: of one process, and a power of two."""
     units = 1 + max((site.unit for site in sites), default=0)
     replicas = options.replication_factor
     asked = units * replicas
@@ -56,6 +57,7 @@ def _check_units(sites: Sequence[OpPlacement], options: Options) -> None:
 
 
 def _check_pipeline(sites: Sequence[OpPlacement], options: Options, training: bool) -> None:
+    """Check that a pipeline gets as many micro-batches as it has stages."""
     forward = len(list(groupby(site.unit for site in sites)))
     if forward <= 1:
         return

@@ -264,6 +264,7 @@ class Program:
         ops.repeat(graph, count, inputs_dict={own[key]: t for key, t in tensors.items()}, overlap=overlap)
 
     def _device_iteration(self, tensors: Tensors) -> list[popxl.Tensor | None]:
+        """Add the ops of a device iteration: micro-batches, reduction of gradients, an update. Returns results."""
         accumulation = self._batching.gradient_accumulation
         if self._model.gradient is None or self._update is None or self._sums is None:
             if accumulation > 1:

@@ -92,6 +92,7 @@ _MAX_WARNINGS = 3
 
 
 def _host_tensor_warnings(captured: Captured) -> Iterator[str]:
+    """Texts for `warn_of_host_tensors`, one for many tensors of an object."""
     frozen = [each for each in captured.frozen if each.first_use is not None and not each.of_module]
     for holder, group in groupby(frozen, lambda each: re.split(r"[.\[]", each.text, maxsplit=1)[0]):
         first, *others = group

@@ -81,6 +81,7 @@ class ModelCapture:
         results: Sequence[Any],
         counters: Collection[str] | None,
     ) -> ExecutionPath:
+        """Capture, carry numbers that change, warn of what has no effect, and check the result against the options."""
         model, options, breaks = self.model, self.options, None
         if self.may_split and options.kept_programs > 1:
             micro_batches = self.batching.micro_batches * self.batching.groups.replicas

@@ -50,6 +50,7 @@ class TrainedBrokenGraph(BrokenGraph):
     # Subgraphs ------------------------------------------------------------------------------------------------------
 
     def _contents(self, path: IdentifiedPath, before: Sequence[Content | None]) -> list[Content]:
+        """Contents of the subgraphs before the step, which only compute what the host looks at, and of the step."""
         trace = path.captured.trace
         operands = [value for graph_break in path.breaks for value in graph_break.operands]
         of_operands = Trace(nodes=trace.nodes[: path.breaks[-1].position]).without_unused(operands, with_effects=False)

@@ -144,6 +144,7 @@ def _as_gpt2(config: LanguageConfig) -> dict[str, Any]:
 
 
 def _as_llama(config: LanguageConfig) -> dict[str, Any]:
+    """Settings of a model of the Llama family in the words of Hugging Face."""
     kind = "qwen3" if config.head_norm else "qwen2" if config.bias == "qkv" else "llama"
     spelled, stretch = config._spelled(), config.stretch
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary}
@@ -186,6 +187,7 @@ def _check_settings(settings: Mapping[str, Any], hint: str = "", **expected: tup
 
 
 def _gpt2(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a `LanguageConfig` for settings of GPT-2."""
     activations = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "geluerf", "relu": "relu"}
     off, on = (False,), (True,)
     _check_settings(
@@ -209,6 +211,7 @@ def _gpt2(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _llama(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a `LanguageConfig` for settings of the Llama family."""
     _check_settings(settings, hidden_act=("silu",), use_sliding_window=(False,))
     context = settings["max_position_embeddings"]
     window = settings.get("sliding_window")

@@ -220,6 +220,7 @@ def lion(
 def _adafactor_formula(
     w: Array, g: Array, t: Array, lr: Array, *variances: Array, means: Means | None = None, **numbers: float
 ) -> tuple[Array, ...]:
+    """New variable and variances: of rows and of columns, or of each element."""
     means = means or Means()
     new = t ** numbers["beta2_decay"]
     smallest, squares = numbers["eps1"], g * g

@@ -69,6 +69,7 @@ def _optax_step(
     loss_scaling: Scale = 1.0,
     value: popxl.Tensor | None = None,
 ) -> NamedTensors:
+    """Add one step of a transformation; see `from_optax`."""
     if value is not None and not (isinstance(value, popxl.Tensor) and value.shape == ()):
         raise TypeError(f"from_optax: `value` must be the loss, a tensor without dimensions; got {value!r:.200}.")
     values = [] if value is None else [value]

@@ -241,6 +241,7 @@ class Pipelining:
     # Checks
 
     def _sorted(self, stages: Mapping[OpId, int]) -> list[list[Op]]:
+        """Ops of each stage. `ValueError` for empty stages, and too few steps."""
         members = defaultdict(list)
         for op in self.graph.ops:
             if stages.get(op.id, BEFORE) != BEFORE:

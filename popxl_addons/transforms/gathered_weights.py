@@ -194,6 +194,7 @@ class _Copies:
                 graph.ir.remove_graph(graph)
 
     def _copy(self, graph: popxl.Graph, shards: _ByInput) -> popxl.Graph:
+        """Copy a graph: it gathers what it reads, looks rows up where that is cheaper, and hands on shards to calls."""
         relayed = {t: shards[i] for i, t in enumerate(graph.inputs) if i in shards and self.is_only_passed(graph, t)}
         callees = {}
         for op in graph.ops:

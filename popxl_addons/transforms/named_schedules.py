@@ -159,6 +159,7 @@ def dualpipe_v(placement: Sequence[int], steps: int) -> tuple[Rows, Pipeline]:
 
 
 def _dualpipe_row(device: int, devices: int, steps: int) -> list[Task]:
+    """Tasks of one device: filling, alternating forward and backward, draining."""
     row: list[Task] = []
     count: Counter[int] = Counter()
     late: deque[int] = deque()  # stages whose gradients of weights are still to come

@@ -157,6 +157,7 @@ class PlannedGradients:
         return planned
 
     def _planned(self, info: GradGraphInfo) -> GradGraphInfo:
+        """Gradient of a called graph under its plan, which is noted in `_applied_plans`."""
         graph = info.forward_graph
         activations = candidates(info)
         share_out_before_calls(info.graph)
@@ -210,6 +211,7 @@ class PlannedGradients:
         return is_last or is_kept_by_policy(policy, activation)
 
     def _treatments(self, graph: popxl.Graph, activations: list[Activation]) -> dict[str, Treatment]:
+        """Treatment of each activation by path: by the policy, or as the plan states."""
         if not isinstance(self.memory, MemoryPlan):
             return {a.path: "keep" if self._is_kept(self.memory, a) else "recompute" for a in activations}
         if activations and self.memory.models and self.name not in self.memory.models:

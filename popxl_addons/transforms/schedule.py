@@ -350,6 +350,7 @@ class PipelineSchedule:
         return PipelineTimeline(tuple(timed), len(self.rows), self._stashed(ends, values))
 
     def _stashed(self, ends: dict[Task, float], values: Iterable[PipelineValue]) -> tuple[int, ...]:
+        """Most bytes of waiting values on each device at a time."""
         changes: list[list[tuple[float, int, int]]] = [[] for _ in self.rows]
         for value in values:
             for m in range(self.steps):

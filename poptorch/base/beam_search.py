@@ -36,7 +36,7 @@ compiled_beam_search = jax.jit(beam_search, static_argnames=("blank", "beam_widt
 
 
 def _search(log_probs: Any, time: Any, blank: int, width: int, paths: int) -> tuple[Any, Any, Any]:
-    steps, classes = log_probs.shape
+    steps, _ = log_probs.shape
     width = max(width, paths)
     labels = jnp.full((width, steps), blank)
     sizes = jnp.where(jnp.arange(width) == 0, 0, -1)  # -1: no such prefix

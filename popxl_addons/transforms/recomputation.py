@@ -165,11 +165,12 @@ def recompute_activations(
 
             fetched = {t: partial(compute, forward_t) for t, forward_t in missing.items()}
             _, copies = copy_graph(grad, Transfers(fetched=fetched), graph, bound)
-            return make_grad_graph_info(forward, graph, expected, info.outputs), bound | copies
-        _compute(recomputed, values, first, inputs)
-        bound |= {t: _forward_tensor(forward_t, values) for t, forward_t in activations.items()}
-        for t in _ordered(ops.call(grad, inputs_dict=bound)):
-            popxl.graph_output(t)
+            bound |= copies
+        else:
+            _compute(recomputed, values, first, inputs)
+            bound |= {t: _forward_tensor(forward_t, values) for t, forward_t in activations.items()}
+            for t in _ordered(ops.call(grad, inputs_dict=bound)):
+                popxl.graph_output(t)
     return make_grad_graph_info(forward, graph, expected, info.outputs), bound
 
 

@@ -101,8 +101,8 @@ def autodiff(
         _refuse_modifying_ops(graph, infos)
         with graph.ir.undone_on_failure(), raised_recursion_limit(nesting(graph)):
             _bring_calls_up_to_date(graph)
-            needed = _needed_by_callers(graph, provided, infos)
-            _Differentiation(graph, provided, required, infos, needed, called_graphs_transform).run()
+            needed, followed = _needed_by_callers(graph, provided, infos), _followed_by_callers(graph, required, infos)
+            _Differentiation(graph, provided, required, infos, needed, followed, called_graphs_transform).run()
     known_grads = {forward: info for forward, info in infos.items() if info is not None}
     return known_grads if return_all_grad_graphs else known_grads[graph]
 
@@ -157,6 +157,25 @@ def _needed_by_callers(root: Graph, provided: list[Tensor], infos: Infos) -> dic
     return needed
 
 
+def _followed_by_callers(root: Graph, required: list[Tensor], infos: Infos) -> dict[Graph, set[Tensor]]:
+    """Inputs, per graph with a rule of its own, that depend on a required tensor in some call.
+
+    A rule may refuse the gradients of others: that of `jax.custom_vjp` refuses values that its function closes over.
+    """
+    graphs = callees_first(root, infos)
+    if all(graph.derivative is None for graph in graphs):
+        return {}
+    followed: dict[Graph, set[Tensor]] = {root: {*required}}
+    for graph in reversed(graphs):
+        follows = _following(graph, followed.get(graph, ()))
+        for op in graph.ops:
+            for run in op.runs:
+                inputs = {inner for inner, t in run.bindings if t in follows}
+                carried = run.inputs[: run.carried] if inputs else ()
+                followed.setdefault(run.graph, set()).update(inputs, carried)
+    return followed
+
+
 @dataclass(eq=False)
 class _Differentiation:
     """Differentiation of one graph.
@@ -165,6 +184,7 @@ class _Differentiation:
         provided, required: tensors of the graph whose gradients are given, and whose gradients are wanted.
         infos: known gradient graphs; this one is added.
         needed: for each called graph, the outputs whose gradients some call will provide.
+        followed: for each called graph with a rule of its own, the inputs that depend on required tensors.
         transform: function applied to the gradients of called graphs.
         complete: whether each required gradient must exist. Otherwise missing ones are left out.
     """
@@ -174,6 +194,7 @@ class _Differentiation:
     required: list[Tensor]
     infos: Infos
     needed: dict[Graph, list[Tensor]]
+    followed: dict[Graph, set[Tensor]]
     transform: Callable[[GradGraphInfo], GradGraphInfo] | None
     complete: bool = True
 
@@ -309,9 +330,11 @@ class _Differentiation:
                 "its `graph`, and assign the module that knows it to an attribute of the one that uses it.",
                 UnusedGradientWarning,
             )
-        needed = self.needed[callee]
+        if callee.derivative is not None:
+            required = [t for t in required if t in self.followed[callee]]
+        known = self.infos, self.needed, self.followed, self.transform
         with with_known_caller():
-            _Differentiation(callee, needed, required, self.infos, self.needed, self.transform, complete=False).run()
+            _Differentiation(callee, self.needed[callee], required, *known, complete=False).run()
         info = self.infos[callee]
         if self.transform is not None and info is not None:
             self.infos[callee] = self.transform(info)

@@ -40,6 +40,17 @@ def scanned(weights: Any, x: Any) -> Any:
     return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w, 0.0), x), x, weights)[0] ** 2)
 
 
+def with_a_rule_over(w: Any, x: Any) -> Any:
+    """A function with a rule of its own that closes over an argument, in a loop."""
+
+    @jax.custom_vjp
+    def scaled(w: Any) -> Any:
+        return w * jnp.sum(x)
+
+    scaled.defvjp(lambda w: (scaled(w), None), lambda _, g: (7 * g,))
+    return jax.lax.scan(lambda total, row: (total * jnp.sum(scaled(w)) + row, None), jnp.float32(1), x[:, 0])[0]
+
+
 PARAMS = {"w": randoms(3, 3), "b": randoms(3, seed=1), "unused": randoms(2)}
 X, ROWS = randoms(4, 3, seed=2), np.array([0, 1, 2, 0], np.int32)
 KEY = jax.random.key(3)
@@ -72,6 +83,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
         {},
     ),
     "own rule": (lambda w, x: jnp.sum(jax.nn.relu(x @ w)), (randoms(3, 3), X), {}),
+    "own rule over an argument": (with_a_rule_over, (randoms(2), randoms(3, 2)), {}),
     "itself": (lambda p: p, (jnp.float32(3.0),), {}),
     "number": (lambda p: p * p, (3.0,), {}),
     "constant": (lambda p: jnp.float32(2.0), (X,), {}),

@@ -19,6 +19,7 @@ from runtime.subcommands import CommandArgs, check_program, diff, fail, function
 from runtime.targets.devices import ask_for_cpu_devices
 from runtime.targets.offline import FORMS, Target
 from runtime.versions import ShowVersions
+from runtime.watched_runs import exit_without_threads
 
 _EXAMPLES = """\
 examples:
@@ -92,9 +93,13 @@ _RENAMED = {"fit": "tune"}
 """Earlier names of commands, which still work."""
 
 
-@exit_on_broken_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line with `arguments`, by default `sys.argv`. Returns the exit code."""
+    return exit_without_threads(_interruptible(arguments))
+
+
+@exit_on_broken_pipe
+def _interruptible(arguments: Sequence[str] | None) -> int:
     try:
         return _run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from runtime.session import Session
 from runtime.targets.devices import ask_for_cpu_devices
 from runtime.targets.offline import Target
 from runtime.tuning import CompiledTrial, tune_choices
-from runtime.watched_runs import AnalyzedNames, TrialMachine, WatchingMachine, run_file, watched
+from runtime.watched_runs import AnalyzedNames, TrialMachine, WatchingMachine, run_file, silenced_stdout, watched
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def _compared_run(file: Path, arguments: Sequence[str], single_replica_args: Seq
 def _irs_built(file: Path, arguments: Sequence[str], choices: dict[str, Any]) -> list[Ir]:
     """The Irs that a program builds with these choices; what it prints is left out."""
     irs: dict[Ir, None] = {}
-    with override_choices(choices), watched(WatchingMachine(LayoutMachine()), irs), redirect_stdout(StringIO()):
+    with override_choices(choices), watched(WatchingMachine(LayoutMachine()), irs), silenced_stdout():
         _, code = run_file(file, arguments)
     if code:
         raise PopxlError(f"{file} ended with the exit code {code}.")
@@ -291,7 +290,7 @@ def _costs(description: str, target: Target | None) -> list[Cost]:
         return [Session(ir, target or "ipu_model").cost()]  # on the CPUs, however many replicas there are
     if function and target is not None:
         ask_for_cpu_devices(target.count)
-    with redirect_stdout(StringIO()):
+    with silenced_stdout():
         if function:
             program = AnalyzedNames(function, target)
             _, code = run_file(file, (), program)
@@ -317,7 +316,7 @@ def tune(asked: CommandArgs) -> int:
 
     def compiled() -> CompiledTrial:
         machine = TrialMachine(asked.idle_machine())
-        with watched(machine), redirect_stdout(StringIO()):
+        with watched(machine), silenced_stdout():
             _, code = run_file(asked.file, asked.arguments)
         if code and not machine.problem:
             raise PopxlError(f"{asked.file} ended with the exit code {code}.")
@@ -379,7 +378,7 @@ _CompiledWith = tuple[RequestedMemory, Callable[[RequestedMemory], Compiled]]
 def _compiled_sessions(asked: CommandArgs, requesting: _Requesting) -> _CompiledWith:
     """Compile the sessions of a program under a request for a memory plan."""
     machine = WatchingMachine(asked.idle_machine())
-    with requesting() as requested, watched(machine), redirect_stdout(StringIO()):
+    with requesting() as requested, watched(machine), silenced_stdout():
         _, code = run_file(asked.file, asked.arguments)
     if code or not machine.programs:
         raise _compiles_nothing(asked, code, "makes no session")
@@ -389,7 +388,7 @@ def _compiled_sessions(asked: CommandArgs, requesting: _Requesting) -> _Compiled
 def _compiled_function(asked: CommandArgs, requesting: _Requesting) -> _CompiledWith:
     """Compile a JAX function of a program under a request for a memory plan."""
     names = AnalyzedNames(asked.function, asked.target, requesting)
-    with watched(WatchingMachine(asked.idle_machine())), redirect_stdout(StringIO()):
+    with watched(WatchingMachine(asked.idle_machine())), silenced_stdout():
         _, code = run_file(asked.file, asked.arguments, names)
     if code or names.analysis is None:
         raise _compiles_nothing(asked, code, f"does not call a function {asked.function!r} of its own")

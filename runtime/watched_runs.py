@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
+import signal
 import sys
+import threading
 import traceback
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from functools import wraps
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar, NoReturn
 
 from popxl.base.pages import bytes_text
 from popxl.context import get_current_context
@@ -30,8 +34,8 @@ from runtime.targets.devices import Device
 from runtime.targets.offline import Target
 
 
-class AnalyzedNames(dict[str, Any]):
-    """Names of a program: analyzes the first call of one function, which then ends the program.
+class AnalyzedNames(UserDict[str, Any]):
+    """Names of a program's `module`: analyzes the first call of one function, which then ends the program.
 
     Args:
         requesting: context of that call, such as a request for a memory plan; other functions are called without.
@@ -44,7 +48,10 @@ class AnalyzedNames(dict[str, Any]):
     def __init__(
         self, name: str, target: Target | None, requesting: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
-        super().__init__(__name__="__main__", __builtins__=__builtins__)
+        super().__init__()
+        self.module = ModuleType("__main__")
+        self.data = self.module.__dict__
+        self.data["__builtins__"] = __builtins__
         self._name, self._target, self._requesting = name, target, requesting
         self.analysis: Analysis | None = None
         self.requested: Any = None
@@ -142,7 +149,65 @@ def watched(machine: Machine, irs: dict[Ir, None] | None = None) -> Iterator[Non
         context.remove_op_created_hook(hook)
 
 
-def run_file(file: Path, arguments: Sequence[str], names: dict[str, Any] | None = None) -> tuple[str, int]:
+@contextmanager
+def silenced_stdout() -> Iterator[None]:
+    """Drop what a program prints. Unlike a `StringIO`, the file can be reconfigured and has a buffer of bytes."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+class _Threads:
+    """Threads of a program. One that would run a session ends, and so does the main thread, which may wait for it.
+
+    Attributes:
+        stop: what ended the first of these; `None` while all continue.
+    """
+
+    left: ClassVar[list[threading.Thread]] = []  # those of stopped programs
+
+    def __init__(self) -> None:
+        self.stop: NothingRuns | None = None
+        self._earlier, self._is_running = set(threading.enumerate()), True
+        self._other_failures = threading.excepthook
+        threading.excepthook = self._end  # for good: threads may outlive the main thread of the program
+        self._main = threading.get_ident() if threading.current_thread() is threading.main_thread() else None
+        if self._main is not None:
+            self._handler = signal.signal(signal.SIGURG, self._end_main)
+
+    def _end(self, failure: threading.ExceptHookArgs) -> None:
+        if not isinstance(failure.exc_value, NothingRuns):
+            self._other_failures(failure)
+        elif self._is_running and self.stop is None and failure.thread not in self._earlier:
+            self.stop = failure.exc_value
+            if self._main is not None:
+                signal.pthread_kill(self._main, signal.SIGURG)  # it also ends waiting, unlike `interrupt_main`
+
+    def _end_main(self, *_: Any) -> NoReturn:
+        raise NothingRuns
+
+    def finish(self) -> None:
+        """The main thread has ended."""
+        self._is_running = False
+        if self._main is not None:
+            signal.signal(signal.SIGURG, self._handler)
+
+    def leave(self) -> None:
+        """The program was stopped, and its threads are left to themselves."""
+        self.left.extend(each for each in threading.enumerate() if each not in self._earlier and not each.daemon)
+
+
+def exit_without_threads(code: int) -> int:
+    """Exit the process if stopped programs left threads, which may wait for their main thread forever: Python would
+    wait for them. Otherwise, return the exit code."""
+    if any(thread.is_alive() for thread in _Threads.left):
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def run_file(file: Path, arguments: Sequence[str], names: AnalyzedNames | None = None) -> tuple[str, int]:
     """Run a Python file as `__main__`.
 
     Args:
@@ -152,16 +217,19 @@ def run_file(file: Path, arguments: Sequence[str], names: dict[str, Any] | None 
         The reason why it was stopped, if its next step would be a run, and its exit code. If it fails, its error has
         been printed.
     """
-    argv, path = sys.argv, sys.path
+    argv, path, main = sys.argv, sys.path, sys.modules["__main__"]
     sys.argv, sys.path = [str(file), *arguments], [os.fspath(file.resolve().parent), *path]
+    threads = _Threads()
     try:
         if names is None:
             runpy.run_path(os.fspath(file), run_name="__main__")
         else:
             names["__file__"] = os.fspath(file)
-            exec(compile(file.read_bytes(), os.fspath(file), "exec"), names)
+            sys.modules["__main__"] = names.module
+            exec(compile(file.read_bytes(), os.fspath(file), "exec"), names.module.__dict__, names)
     except NothingRuns as stop:
-        return _last_line(stop.__traceback__, file), 0
+        threads.leave()
+        return _last_line([stop, threads.stop], file), 0
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
@@ -181,12 +249,14 @@ def run_file(file: Path, arguments: Sequence[str], names: dict[str, Any] | None 
             )
         return "", 1
     finally:
-        sys.argv, sys.path = argv, path
+        sys.argv, sys.path, sys.modules["__main__"] = argv, path, main
+        threads.finish()
         sys.stdout.flush()
     return "", 0
 
 
-def _last_line(frames: TracebackType | None, file: Path) -> str:
+def _last_line(stops: Sequence[NothingRuns | None], file: Path) -> str:
     """Source line at which the program was stopped."""
-    own_frames = [frame for frame in traceback.extract_tb(frames) if Path(frame.filename) == file]
-    return f"`{own_frames[-1].line}` ({file}:{own_frames[-1].lineno})"
+    frames = (frame for stop in stops if stop is not None for frame in traceback.extract_tb(stop.__traceback__))
+    last = [frame for frame in frames if Path(frame.filename) == file][-1]
+    return f"`{last.line}` ({file}:{last.lineno})"

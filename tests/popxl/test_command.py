@@ -345,6 +345,101 @@ def test_as_a_command(tmp_path: Path) -> None:
     assert done.stdout.rstrip().endswith("(program.py:21): nothing is compiled or run.")
 
 
+# Threads, output and classes of programs -----------------------------------------------------------------------------
+
+_SERVER = """
+    import queue, threading
+
+    import numpy as np
+    import popxl
+    from popxl import ops
+
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.h2d_stream((2,), popxl.float32, "x")
+        y = popxl.d2h_stream((2,), popxl.float32, "y")
+        ops.host_store(y, ops.host_load(x) + 1)
+    requests, answers = queue.Queue(maxsize=1), queue.Queue()
+
+    def serve():
+        with popxl.Session(ir, "cpu") as session:
+            while (request := requests.get()) is not None:
+                answers.put(session.run({x: request})[y])
+
+    def ask():
+        for i in range(3):
+            requests.put(np.full(2, i, np.float32))
+        requests.put(None)
+
+    for each in (serve, ask):
+        threading.Thread(target=each).start()
+    for _ in range(3):
+        print("answer", answers.get()[0])
+"""
+
+
+def test_a_session_that_runs_in_a_thread_stops_the_program(tmp_path: Path) -> None:
+    # the main thread waits for an answer, and another thread, for which Python waits at its end, to be asked
+    file = tmp_path / "server.py"
+    file.write_text(textwrap.dedent(_SERVER))
+    stopped = "Stopped at `answers.put(session.run({x: request})[y])`"
+    for name, expected in (("show", stopped), ("report", "answer 3.0")):
+        command = [sys.executable, "-m", "popxl", name, str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        assert expected in done.stdout
+
+
+def test_a_program_whose_output_is_dropped_may_change_its_output(command: Any, tmp_path: Path) -> None:
+    changed = """
+        import os, sys
+
+        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.buffer.write(b"bytes")
+        os.isatty(sys.stdout.fileno())
+    """
+    program = textwrap.dedent(changed) + textwrap.dedent(_SERVER)
+    code, out, err = command(program, "diff", "FILE", "FILE")
+    assert (code, err) == (0, "") and "Nothing changed" in out and "bytes" not in out
+
+
+def test_a_function_of_a_program_whose_classes_are_looked_up(tmp_path: Path) -> None:
+    program = """
+        from __future__ import annotations
+
+        import multiprocessing, pickle
+        from typing import get_type_hints
+
+        import jax
+        from pydantic import BaseModel
+
+        class Part(BaseModel):
+            size: int = 3
+
+        class Config(BaseModel):
+            part: Part = Part()
+
+        def read(i):
+            return float(i)
+
+        @jax.jit
+        def step(x):
+            return x * x
+
+        if __name__ == "__main__":
+            assert pickle.loads(pickle.dumps(Config())) == Config()
+            assert get_type_hints(Config)["part"] is Part
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(step(*pool.map(read, [2])))
+    """
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(program))
+    command = [sys.executable, "-m", "popxl", "report", f"{file}:step"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "Stopped at `print(step(*pool.map(read, [2])))`" in done.stdout
+
+
 # In a pipe ------------------------------------------------------------------------------------------------------------
 
 SPEAKING = """

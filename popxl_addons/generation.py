@@ -132,7 +132,7 @@ class Generator:
             use or access.
 
     Raises:
-        TypeError: for sizes or an `end` that are not integers, and `weights` of an invalid type.
+        TypeError: for sizes or an `end` that are not integers, and a `model` or `weights` of an invalid type.
         ValueError: if `prompt` exceeds `room`, or `room` the model's context; for an `end` out of the vocabulary; for
             missing variables, and as for `Session.use_variables_of` and `sample_token`.
 
@@ -170,6 +170,8 @@ class Generator:
         weights: tuple[popxl.Session, NamedTensors] | None = None,
         device_desc: Any = "cpu",
     ) -> None:
+        if not all(hasattr(getattr(model, "config", None), name) for name in ("vocabulary", "context")):
+            raise TypeError(f"Generator: `model` must be a LanguageModel; got {model!r}.")
         self._model, self._device_desc = model, device_desc
         self.vocabulary = model.config.vocabulary
         self._set_sizes(batch, prompt, room, tokens)

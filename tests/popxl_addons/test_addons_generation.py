@@ -117,6 +117,9 @@ def test_texts_are_those_of_numpy_with_the_weights_of_another_session(tmp_path: 
     ]:
         with pytest.raises(TypeError, match=message):
             addons.Generator(model, 3, 5, **wrong)
+    for wrong in (config, None, LanguageModel):
+        with pytest.raises(TypeError, match="`model` must be a LanguageModel; got "):
+            addons.Generator(wrong, 3, 5)
 
 
 def test_requests_come_and_go_and_get_what_they_get_alone(monkeypatch: pytest.MonkeyPatch) -> None:

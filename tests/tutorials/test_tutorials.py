@@ -167,6 +167,16 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
         assert line in done.stdout.splitlines()
 
 
+@pytest.mark.thorough
+def test_prompts_of_ones_own_are_recited_as_well() -> None:
+    """More than three, and more tokens than there is room for."""
+    prompts = ["Beautiful", "Explicit is", "Simple is", "Complex is"]
+    how = [part for prompt in prompts for part in ("--prompt", prompt)]
+    done = run("12_llama/llama.py", *how, "--tokens", "1000")
+    assert done.returncode == 0, done.stderr
+    assert "after 120 steps: 4 of 4 lines known" in done.stdout
+
+
 def by_process(output: str) -> dict[str, str]:
     """The lines of each process, whose number they begin with; those of different processes come in any order."""
     found = collections.defaultdict(str)

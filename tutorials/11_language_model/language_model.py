@@ -41,6 +41,8 @@ parser.add_argument(
     help="how many steps of training (default: %(default)s)",
 )
 options, _ = parser.parse_known_args()
+if options.steps < 10:  # five after the checkpoint are compared
+    parser.error(f"--steps is {options.steps}; expected 10 or more")
 
 CONFIG = gpt.Config(steps=options.steps)
 if options.quick:

@@ -179,7 +179,7 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
+        return bytes(t for t in tokens if t < 256).decode(errors="replace")
 
 
 class Tokenizer:
@@ -293,7 +293,7 @@ addons.load_safetensors(learned, folder, names)
 def recited(generate: addons.Generator) -> list[str]:
     return [
         prompt + speech.decode(t)
-        for prompt, t in zip(prompts, generate(tokens, args.tokens), strict=True)
+        for prompt, t in zip(prompts, generate(tokens, room - longest), strict=True)
     ]
 
 
@@ -306,7 +306,7 @@ def known(texts: list[str]) -> str:
 with (
     popxl.Session(ir, args.device) as session,
     generator_of(
-        batch=3, temperature=0, end=ord("\n"), weights=(session, learned)
+        batch=len(prompts), temperature=0, end=ord("\n"), weights=(session, learned)
     ) as generate,
 ):
     print("before:", known(recited(generate)))
@@ -347,7 +347,7 @@ if args.flax:
     import in_flax
 
     title("6. Compared with Flax")
-    plain = generator_of(batch=3, temperature=0)
+    plain = generator_of(batch=len(prompts), temperature=0)
     addons.load_safetensors(plain.variables, after, names)
     with plain as generate:
         ours = generate(tokens, 24)

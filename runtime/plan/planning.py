@@ -257,10 +257,7 @@ class PlanBuilder:
             step.overlapped = OverlappedLoop.of(step)
 
     def _plan_subgraph(self, step: HostControlFlow, subplan: SubPlan, owned_before: set[Tensor]) -> None:
-        """Plan one graph of a host-executed op. If two storages share one array afterwards, neither is owned.
-
-        A storage that another branch leaves with another owner is not owned either.
-        """
+        """Plan one graph of a host-executed op."""
         origins = Counter(origin for origin, _ in subplan.arguments)
         given_up = {*step.frees, *step.makes}
         owned = {t for origin, t in subplan.arguments if origin in owned_before & given_up and origins[origin] == 1}
@@ -269,19 +266,21 @@ class PlanBuilder:
             owned &= {t for origin, t in subplan.arguments if subplan.carried[t] is not t or origin in step.makes}
             owned -= self._segmentation.not_owned[step.op]
             live_out.update(subplan.carried.values())
-        last = tuple(stack.write for stack in self._stacks.get(step.op, ()))
+        ops = (*subplan.graph.ops, *(stack.write for stack in self._stacks.get(step.op, ())))
+        on_one_ipu = self._on_one_ipu or not self._segmentation.placement.spans(step.op)
+        carried, receivers = subplan.carried, Counter(subplan.carried.values())
         while True:
-            on_one_ipu = self._on_one_ipu or not self._segmentation.placement.spans(step.op)
-            ops = (*subplan.graph.ops, *last)
             subplan.plan = PlanBuilder(ops, self._segmentation, owned, live_out, step.ipu, on_one_ipu).build()
-            receivers = Counter(subplan.carried.values())
-            lost = {
-                t for t in owned if receivers[subplan.carried[t]] > 1 or subplan.carried[t] not in subplan.plan.owned
-            }
+            lost = {t for t in owned if receivers[carried[t]] > 1 or carried[t] not in subplan.plan.owned}
             if step.iterations == 1 or not lost:
                 break
             self._segmentation.not_owned[step.op] |= lost
             owned -= lost
+        self._note_owned(subplan, is_first=subplan is step.subplans[0])
+
+    def _note_owned(self, subplan: SubPlan, is_first: bool) -> None:
+        """Note which storages are owned after a graph. If two share one array, neither is; nor is a storage that
+        another branch, before this one, leaves with another owner."""
         returned = Counter(inner for _, inner in subplan.results)
         inputs = {t for _, t in subplan.arguments}
         # A storage that is neither owned inside nor an input may be the array of some input, passed on by a call.
@@ -290,7 +289,7 @@ class PlanBuilder:
             if t not in subplan.plan.owned and (returned[t] or t.spec in forwarded):
                 self._built.owned.discard(origin)
         for t, inner in subplan.results:
-            is_first, is_sole_owner = subplan is step.subplans[0], returned[inner] == 1 and inner in subplan.plan.owned
+            is_sole_owner = returned[inner] == 1 and inner in subplan.plan.owned
             if is_sole_owner and (is_first or t in self._built.owned):
                 self._built.owned.add(t)
             else:

@@ -110,20 +110,20 @@ class TypeInference:
         self.fed = self.feeds(report.index.collectives, {*compress(initial, map(changed.__contains__, variables))})
         self.findings.layer_axes = [i for i, along in enumerate(self.fed) if along == SAME]
         outcome = _GraphInference(self, main, storages, initial).outcome
-        repeated: set[int] = set()  # axes along which an equal operand was summed
         report.types |= zip(variables, initial, strict=True)
-        by_types: dict[tuple[ReplicaType, ReplicaType], list[Variable]] = {}  # many variables have few types
+        repeated: set[int] = set()  # axes along which an equal operand was summed
         for v, declared, final, change in zip(variables, initial, outcome.contents, outcome.changes, strict=True):
-            if change is not None:
-                by_types.setdefault((declared, final), []).append(v)
-                is_on_device = v.piece is not None or not v.location_info.isRemote()
-                if is_on_device and (axes := own_axes(declared, change[1])):
-                    self.findings.variable_update(v, declared, *change, axes)
-        for (declared, final), group in by_types.items():
+            if change is None:
+                continue
+            is_on_device = v.piece is not None or not v.location_info.isRemote()
+            if is_on_device and (axes := own_axes(declared, change[1])):
+                self.findings.variable_update(v, declared, *change, axes)
             repeated.update(repeated_axes(final))
             certain, conditional = diverged_axes(declared, final)
-            diverged = report.diverged if certain else report.maybe_diverged
-            diverged |= dict.fromkeys(group if certain or conditional else (), certain or conditional)
+            if certain:
+                report.diverged[v] = certain
+            elif conditional:
+                report.maybe_diverged[v] = conditional
         repeated_names = {self.mesh.names[i] for i in repeated}
         report.findings += [
             finding

@@ -300,17 +300,14 @@ def _scaled_sums(report: Report) -> Iterator[Finding]:
         if r.name == "add" and op.outputs and r.axes and all(is_term(r.operand_type[i]) for i in r.axes)
     ]
     by_sum = {op.outputs[0]: op for op in sums}
+    readers = (op for graph in dict.fromkeys(op.graph for op in sums) for op in graph.ops)
     odd: dict[Op, Op] = {}
-    for reader in (op for graph in dict.fromkeys(op.graph for op in sums) for op in graph.ops):
-        if by_sum.keys().isdisjoint(reader.inputs):
-            continue
-        for t in reader.inputs:
-            if (summed := by_sum.get(t)) is not None:
-                result = scaled(reader, t, ReducedValue((summed,)))
-                count = summed.attributes["group_size"]
-                if result is not None and any(math.isclose(result.factor, n) for n in (count, 1 / count)):
-                    if count > 2 or not _is_differentiated(report, reader):
-                        odd[summed] = reader
+    for reader, t in ((op, t) for op in readers for t in op.inputs if t in by_sum):
+        result = scaled(reader, t, ReducedValue((by_sum[t],)))
+        count = by_sum[t].attributes["group_size"]
+        is_scaled = result is not None and any(math.isclose(result.factor, n) for n in (count, 1 / count))
+        if is_scaled and (count > 2 or not _is_differentiated(report, reader)):
+            odd[by_sum[t]] = reader
     for op, reader in odd.items():
         r = report.reductions[op]
         is_sum = all(r.operand_type[i].kind is PARTIAL for i in r.axes) and mean_factor(op.inputs[0]) is None

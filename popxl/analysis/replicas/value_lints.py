@@ -291,13 +291,12 @@ def transposed_weights(report: Report) -> Iterator[Finding]:
         weight, is_transposed = _transposed(op.inputs[1])
         if isinstance(weight, Variable) and weight.rank == 2 and weight.shape[0] == weight.shape[1]:
             uses.setdefault(weight, {})[op.inputs[0], is_transposed] = op
-    for graph in {weight.graph for weight in uses}:  # the main graph, which has the variables
-        for op in graph.ops:
-            for i in op.modified:
-                for gradient in op.inputs[:i] + op.inputs[i + 1 :]:
-                    yield from _transposed_gradient(
-                        report, uses.get(op.inputs[i].origin, {}), op.inputs[i].origin, gradient
-                    )
+    main_graphs = {weight.graph for weight in uses}  # one at most, which has the variables
+    updates = ((op, i) for graph in main_graphs for op in graph.ops for i in op.modified)
+    for op, i in updates:
+        w = op.inputs[i].origin
+        for gradient in op.inputs[:i] + op.inputs[i + 1 :]:
+            yield from _transposed_gradient(report, uses.get(w, {}), w, gradient)
 
 
 def _transposed_gradient(
@@ -312,11 +311,8 @@ def _transposed_gradient(
     for x, of_transposed in ((a, False), (b, True)):
         is_gradient = a_is_transposed and not b_is_transposed
         if is_gradient and (x, not of_transposed) in uses and (x, of_transposed) not in uses:
-            contradiction = (
-                "is multiplied with transposed"
-                if not of_transposed
-                else "is not transposed where it is multiplied with"
-            )
+            not_transposed = "is not transposed where it is multiplied with"
+            contradiction = not_transposed if of_transposed else "is multiplied with transposed"
             yield report.finding(
                 "transposed weight", uses[x, not of_transposed], w, (),
                 f"`{w.path}` {contradiction}, and the gradient that changes it, `{gradient.path}`, is that of the "

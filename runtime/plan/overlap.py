@@ -45,7 +45,7 @@ class Frame(dict[Any, Any]):
 
     def __missing__(self, key: Key) -> Any:
         if key not in self._keys:
-            return self._run.absent(key)
+            raise KeyError(key)
         value = self._outer[self._keys.pop(key)]
         self[key] = self._run.copy_to_ipu(value, self._copies[key]) if key in self._copies else value
         return self[key]

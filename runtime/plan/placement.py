@@ -10,9 +10,10 @@ from __future__ import annotations
 from popxl.core.aliasing import callees_first, shares_by_reference, view_of
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
-from popxl.core.traits import chooses, is_call
+from popxl.core.traits import chooses, is_call, is_loop
 from popxl.graph import Graph
 from popxl.ops.repeat import final_ipu
+from runtime.plan.stacks import Stack, stacks_of
 
 
 def can_enter(op: Op, replicas: int = 1) -> bool:
@@ -50,9 +51,9 @@ class OpPlacement:
         """IPU of an op. For one that spans several, the default IPU of values that no step touches."""
         return 0
 
-    def home(self, t: Tensor) -> int:
-        """IPU storing the stacked values of a tensor over all iterations."""
-        return 0
+    def stacks(self, op: Op) -> tuple[Stack, ...]:
+        """Stacked outputs of a host-executed loop; empty for other ops."""
+        return ()
 
     def result_ipu(self, t: Tensor) -> int | None:
         """Destination IPU of a copied result; `None` if it stays on its producer's IPU."""
@@ -107,7 +108,11 @@ class IpuPlacement(OpPlacement):
             return min(self._ipus_of(op))
         return op.ipu if op.ipu in self.ipus else self.ipus[0]
 
-    def home(self, t: Tensor) -> int:
+    def stacks(self, op: Op) -> tuple[Stack, ...]:
+        return stacks_of(op, self._home) if is_loop(op) and self.spans(op) else ()
+
+    def _home(self, t: Tensor) -> int:
+        """IPU storing the stacked values of a tensor over all iterations."""
         ipu = final_ipu(t)
         return ipu if ipu in self.ipus else self.ipus[0]
 

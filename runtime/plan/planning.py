@@ -55,7 +55,7 @@ class PlanBuilder:
         self._stacks: dict[Op, tuple[Stack, ...]] = {}
         self._ops: list[Op] = []
         for op in ops:
-            if stacks := segmentation.stacks(op):
+            if stacks := segmentation.placement.stacks(op):
                 self._stacks[op] = stacks
                 self._ops += (stack.allocation for stack in stacks)
             self._ops.append(op)

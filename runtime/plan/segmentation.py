@@ -9,10 +9,9 @@ from functools import cache
 from popxl.core.aliasing import callees_first, reachable, shares_by_reference
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
-from popxl.core.traits import is_call, is_loop
+from popxl.core.traits import is_call
 from popxl.graph import Graph
 from runtime.plan.placement import IpuPlacement, OpPlacement, can_enter
-from runtime.plan.stacks import Stack, stacks_of
 from runtime.plan.structure import StructuralEncoder, Structure, Structures, encoded
 
 SMALLEST = 16
@@ -98,10 +97,6 @@ class SegmentationPolicy:
         if not is_call(op) or self.is_segment(op):
             return False
         return can_enter(op) and not self._segment_structures.isdisjoint(self._structures.calls(op.called_graphs[0]))
-
-    def stacks(self, op: Op) -> tuple[Stack, ...]:
-        """Stacked outputs of a host-executed loop; empty for other ops."""
-        return stacks_of(op, self.placement.home) if is_loop(op) and self.placement.spans(op) else ()
 
     def numbers(self, ops: Iterable[Op]) -> int:
         """Count of numbers read and written by ops, including called graphs."""

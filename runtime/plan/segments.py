@@ -98,10 +98,6 @@ class PlanRun:
             return array
         return copied(array, array.sharding)
 
-    def absent(self, key: Key) -> Array:
-        """A value that nothing has computed."""
-        raise KeyError(key)
-
     def number(self, value: Any, ipu: int) -> Array:
         """Host scalar as an array of all replicas on an IPU."""
         return self._options_at[ipu].replicas.broadcast(np.asarray(value))

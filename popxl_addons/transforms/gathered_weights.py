@@ -7,6 +7,7 @@ layer gathers again, and shares out its gradients: see `popxl_addons.ops.weight_
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,7 @@ from itertools import accumulate
 import popxl
 from popxl.extend.arguments import check_type
 from popxl.extend.collectives import shard_count
-from popxl.extend.graphs import is_call, written_inputs
+from popxl.extend.graphs import final_ipu, is_call, written_inputs
 from popxl.extend.ops import Op, available_after_all, picks_rows
 from popxl.tensor import Variable
 from popxl_addons.grad_info import merge_called_graphs
@@ -85,7 +86,7 @@ def gather_where_read(graph: GraphWithNamedArgs, variables: NamedTensors) -> Gra
 
 
 def share_out_before_calls(graph: popxl.Graph) -> None:
-    """Order calls in a gradient graph after earlier reduce-scatters of gradients.
+    """Order calls in a gradient graph after earlier reduce-scatters of gradients on their IPU.
 
     XLA puts off what nothing waits for, and keeps what it is computed from until then.
 
@@ -93,13 +94,12 @@ def share_out_before_calls(graph: popxl.Graph) -> None:
         >>> ir = popxl.Ir()
         >>> share_out_before_calls(ir.create_graph(lambda x: x * 2.0, popxl.TensorSpec((), popxl.float32)))
     """
-    gradients: list[popxl.Tensor] = []
+    gradients = defaultdict[int | None, list[popxl.Tensor]](list)  # by IPU
     for op in graph.ops:
         if shares_out_gradients(op):
-            gradients += op.outputs
-        elif gradients and (computed := _computed_inputs(op)):
-            _replace_inputs(op, computed[:1], partial(available_after_all, others=tuple(gradients)))
-            gradients.clear()
+            gradients[final_ipu(op.outputs[0])] += op.outputs
+        elif (computed := _computed_inputs(op)) and (earlier := gradients.pop(final_ipu(computed[0]), [])):
+            _replace_inputs(op, computed[:1], partial(available_after_all, others=tuple(earlier)))
 
 
 def _release_before_calls(graph: popxl.Graph) -> None:

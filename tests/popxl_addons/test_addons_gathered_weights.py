@@ -67,6 +67,20 @@ class Texts(addons.Module):
         return ops.mean(x * x)
 
 
+class OnTwoIpus(addons.Module):
+    """Layers on the first IPU, and a weight that the model reads itself on the second."""
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        with popxl.ipu(0):
+            facts, layer = Layer().create_graph(x)
+            for i in range(2):
+                (x,) = layer.bind(self.add_variable_inputs(i, facts)).call(x)
+            x = x.copy_to_ipu(1)
+        with popxl.ipu(1):
+            y = x @ self.add_variable_input("head", drawn(WIDTH, 3), x.dtype)
+            return ops.mean(y * y)
+
+
 def train(
     replicas: int = 1, accumulate: int = 1, module: addons.Module | None = None, data: Any = X, **how: Any
 ) -> tuple[list[float], dict[str, Any], popxl.Ir]:
@@ -111,6 +125,14 @@ def test_as_if_they_were_whole(how: dict[str, Any]) -> None:
         "Stage": [["last.w"], []],
         "Stage_bwd_recomp": [["w__t0_after"]],
     }
+
+
+def test_layers_and_the_head_are_on_different_ipus() -> None:
+    losses, variables, _ = train(2, module=OnTwoIpus(), sharded=True)
+    others, whole, _ = train(module=OnTwoIpus())
+    np.testing.assert_allclose(losses, others, 1e-4)
+    for name, data in whole.items():
+        assert_near(variables[name], data, 1e-3)
 
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.thorough)])

@@ -6,7 +6,8 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +103,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _interruptible(arguments: Sequence[str] | None) -> int:
     try:
         return _run(sys.argv[1:] if arguments is None else arguments)
+    except _WrongUse as problem:
+        return fail(str(problem), 2)
     except KeyboardInterrupt:
         return fail("interrupted.", 130)
 
 
+class _WrongUse(Exception):
+    """What is wrong with the arguments, for an exit with 2."""
+
+
 def _run(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in _REMOVED:
-        return fail(f"`{arguments[0]}` was removed: {_REMOVED[arguments[0]]}.", 2)
+        raise _WrongUse(f"`{arguments[0]}` was removed: {_REMOVED[arguments[0]]}.")
     arguments = [*(_RENAMED.get(each, each) for each in arguments[:1]), *arguments[1:]]
     arguments, check_fields = _options_of_check(_options_of_plan(arguments))
     options = _parser().parse_args(arguments)
     saved: Path | None = getattr(options, "save", None)
     if saved is not None and (saved.is_dir() or not os.access(saved.parent, os.W_OK)):
-        return fail(f"--save {saved}: expected a file in a folder that exists and can be written.", 2)
+        raise _WrongUse(f"--save {saved}: expected a file in a folder that exists and can be written.")
     if options.command == "calibrate":
         print("Measuring, for less than a minute.", file=sys.stderr, flush=True)
         print(calibrate(options.save))
@@ -123,39 +130,52 @@ def _run(arguments: Sequence[str]) -> int:
         return diff(options.old, options.new, options.target, options.exit_code)
     if options.target is None and options.command != "check":
         options.target, options.args = _target_of(options.args)
-    name, function = function_of(options.file)
-    if function and options.command not in ("report", "plan"):
-        takers = "`report`, `plan` and `diff`"
-        return fail(f"{options.command}: {options.file!r} names a function, which only {takers} take.", 2)
-    file = Path(name)
-    if not file.is_file():
-        why = "is a folder" if file.is_dir() else "does not exist"
-        return fail(f"{name!r} {why}; expected a Python file.", 2)
-    try:
+    file, function = _program_of(options)
+    with _problems_of("--target"):
         target = None if options.target is None else Target(options.target)
         if function and target is not None:
             ask_for_cpu_devices(target.count)  # devices for the program's arrays
         if target is not None:
             target.devices  # noqa: B018  # that there is no compiler is said now
-    except (ValueError, PopxlError) as problem:
-        return fail(f"--target: {problem}", 2)
     for name in ("pictures", "pages", "costs"):
-        folder = getattr(options, name)
-        try:
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            return fail(f"--{name} {folder}: {problem.strerror}.", 2)
-    if options.command == "plan":
-        try:
-            budget = bytes_of(options.budget, "--budget")
-        except ValueError as problem:
-            return fail(f"plan: {problem}", 2)
-        asked = CommandArgs(file, options.args, pages=options.pages, target=target, function=function)
-        return plan(asked, budget, saved, options.compilations)
-    run = {"show": show, "check": check_program, "report": report, "tune": tune}[options.command]
+        _make_folder(name, getattr(options, name))
     folders = (options.pictures, options.pages, options.costs)
-    return run(CommandArgs(file, options.args, *folders, target, function, **check_fields))
+    asked = CommandArgs(file, options.args, *folders, target, function, **check_fields)
+    if options.command == "plan":
+        with _problems_of("plan"):
+            budget = bytes_of(options.budget, "--budget")
+        return plan(asked, budget, saved, options.compilations)
+    return {"show": show, "check": check_program, "report": report, "tune": tune}[options.command](asked)
+
+
+@contextmanager
+def _problems_of(what: str) -> Iterator[None]:
+    """Say of which option or command a wrong value is."""
+    try:
+        yield
+    except (ValueError, PopxlError) as problem:
+        raise _WrongUse(f"{what}: {problem}") from None
+
+
+def _program_of(options: argparse.Namespace) -> tuple[Path, str]:
+    """File of the program, and the function that is named behind it, or ""."""
+    name, function = function_of(options.file)
+    if function and options.command not in ("report", "plan"):
+        takers = "`report`, `plan` and `diff`"
+        raise _WrongUse(f"{options.command}: {options.file!r} names a function, which only {takers} take.")
+    file = Path(name)
+    if not file.is_file():
+        why = "is a folder" if file.is_dir() else "does not exist"
+        raise _WrongUse(f"{name!r} {why}; expected a Python file.")
+    return file, function
+
+
+def _make_folder(option: str, folder: Path | None) -> None:
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise _WrongUse(f"--{option} {folder}: {problem.strerror}.") from None
 
 
 def _options_of_plan(arguments: Sequence[str]) -> Sequence[str]:

@@ -146,15 +146,8 @@ class Clustering:
         """Ops in the order of clusters, after their dependencies; updates after others."""
         position = {op: i for i, op in enumerate(ops)}
         followers = _followers(ops, needs)
+        calls_ahead, is_deferred = self._looked_ahead(ops, needs)
         computed = {t for op in self.ops if op.inputs for t in op.outputs}
-        roots_read = {root for op in ops for root in self._signatures.roots_read(op)}
-        calls_ahead = dict.fromkeys(ops, 0)  # number of calls on the longest path of reads that starts at an op
-        is_deferred = dict(self._is_rare)  # rare, and needed by rare ops only
-        for op in reversed(ops):
-            calls_ahead[op] += bool(op.called_graphs) and any(t in roots_read or t in self.returned for t in op.outputs)
-            for needed in needs[op]:
-                calls_ahead[needed] = max(calls_ahead[needed], calls_ahead[op])
-                is_deferred[needed] &= is_deferred[op]
         missing = {op: len(needs[op]) for op in ops}  # number of ops that it comes after, and that are not taken yet
 
         def stays_behind(op: Op) -> bool:
@@ -187,6 +180,20 @@ class Clustering:
             if before < first < len(ops) and keeps_position[ops[first]]:
                 push_if_ready(ops[first])
         return ordered
+
+    def _looked_ahead(
+        self, ops: Sequence[Op], needs: Mapping[Op, AbstractSet[Op]]
+    ) -> tuple[dict[Op, int], dict[Op, bool]]:
+        """Number of calls on the longest path of reads that starts at an op; whether only rare ops need a rare op."""
+        roots_read = {root for op in ops for root in self._signatures.roots_read(op)}
+        calls_ahead = dict.fromkeys(ops, 0)
+        is_deferred = dict(self._is_rare)
+        for op in reversed(ops):
+            calls_ahead[op] += bool(op.called_graphs) and any(t in roots_read or t in self.returned for t in op.outputs)
+            for needed in needs[op]:
+                calls_ahead[needed] = max(calls_ahead[needed], calls_ahead[op])
+                is_deferred[needed] &= is_deferred[op]
+        return calls_ahead, is_deferred
 
 
 def is_update(op: Op, signatures: OpSignatures) -> bool:

@@ -111,7 +111,18 @@ class TypeInference:
         self.findings.layer_axes = [i for i, along in enumerate(self.fed) if along == SAME]
         outcome = _GraphInference(self, main, storages, initial).outcome
         report.types |= zip(variables, initial, strict=True)
-        repeated: set[int] = set()  # axes along which an equal operand was summed
+        repeated = self._changes(variables, initial, outcome)
+        report.findings += [
+            finding
+            for finding in self.findings.by_op.values()
+            if finding.category != REPEATED
+            or not repeated.isdisjoint(finding.axes)
+            or _is_immediately_repeated(finding.op)
+        ]
+
+    def _changes(self, variables: Sequence[Variable], initial: Sequence[ReplicaType], outcome: _Outcome) -> set[str]:
+        """Note changes of variables that are wrong; returns names of axes along which an equal operand was summed."""
+        repeated: set[int] = set()
         for v, declared, final, change in zip(variables, initial, outcome.contents, outcome.changes, strict=True):
             if change is None:
                 continue
@@ -121,17 +132,10 @@ class TypeInference:
             repeated.update(repeated_axes(final))
             certain, conditional = diverged_axes(declared, final)
             if certain:
-                report.diverged[v] = certain
+                self.report.diverged[v] = certain
             elif conditional:
-                report.maybe_diverged[v] = conditional
-        repeated_names = {self.mesh.names[i] for i in repeated}
-        report.findings += [
-            finding
-            for finding in self.findings.by_op.values()
-            if finding.category != REPEATED
-            or not repeated_names.isdisjoint(finding.axes)
-            or _is_immediately_repeated(finding.op)
-        ]
+                self.report.maybe_diverged[v] = conditional
+        return {self.mesh.names[i] for i in repeated}
 
     def feeds(self, collectives: Sequence[Op], trained_types: Collection[ReplicaType]) -> ReplicaType:
         """Type of the host's feeds: varying, except along axes for which some op needs equal feeds.

@@ -307,6 +307,17 @@ class _Differentiation:
         )
 
     @cached_property
+    def _fixed(self) -> set[Tensor]:
+        """Tensors that depend on no input: masks, tables of positions. They need not outlive the forward call."""
+        fixed: set[Tensor] = set()
+        for op in self.forward_graph.ops:
+            kind = op.kind
+            is_pure = not (kind.is_carried_out_by_others or kind.draws or kind.overwrites)
+            if is_pure and all(isinstance(t, Constant) or t in fixed for t in op.inputs):
+                fixed.update(op.outputs)
+        return fixed
+
+    @cached_property
     def _readers(self) -> Mapping[Tensor, Sequence[Op]]:
         return readers(self.forward_graph)
 
@@ -376,7 +387,7 @@ class _Differentiation:
             if t not in self.copies:
                 self.copies[t] = constant(t.data, t.dtype, t.name)
             return self.copies[t]
-        if self.recomputes and not self._is_caller_visible(t):
+        if (self.recomputes or t in self._fixed) and not self._is_caller_visible(t):
             return self._computed_again(t)
         if t in self.forward_graph.offloads:
             if t not in self.copies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from functools import partial
 from typing import Any
 
 import jax
@@ -182,6 +183,32 @@ def test_layers_of_a_scan_have_a_stack_of_gradients() -> None:
     for equation in traced.jaxpr.eqns:
         if equation.primitive.name == "scan":
             assert (3, 4, 4) not in {v.aval.shape for v in equation.params["jaxpr"].jaxpr.outvars}
+
+
+def test_masks_do_not_outlive_the_turns_of_a_loop() -> None:
+    """The gradient computes again what depends on no input, and nothing stacks it."""
+
+    def attended(x: Any, rows: Any) -> Any:
+        def turn(x: Any, row: Any) -> Any:
+            mask = jnp.tril(jnp.ones((4, 4), bool))
+            scale = jnp.cos(jnp.arange(4) * 0.1)
+            return jnp.where(mask, x * scale, 0.0) * row, None
+
+        return jnp.sum(jax.lax.scan(turn, x, rows)[0] ** 2)
+
+    x, rows = np.float32(np.sin(np.arange(16))).reshape(4, 4), np.float32(np.cos(np.arange(12))).reshape(3, 4)
+    graph = graph_of(attended, x, rows)
+    found = autodiff(graph)
+    (loop,) = (op for op in graph.ops if op.op_type == "Loop")
+    assert [t.shape for t in loop.outputs] == [(4, 4), (3, 1, 4), (3, 4, 4)]  # what is carried; factors of the product
+    step = popxl.to_jax(graph.ir.create_graph(partial(with_gradients, graph, found), *(t.spec for t in graph.inputs)))
+    assert_close(step(x, rows), jax.grad(attended, (0, 1))(x, rows))
+
+
+def with_gradients(graph: popxl.Graph, info: popxl.transforms.GradGraphInfo, *ts: popxl.Tensor) -> Any:
+    """The gradients of a graph that returns a number."""
+    site = ops.call_with_info(graph, *ts)
+    return ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site))
 
 
 # What stays one op ----------------------------------------------------------------------------------------------------

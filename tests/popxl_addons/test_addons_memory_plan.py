@@ -557,7 +557,10 @@ def test_a_function_of_jax_comes_back_with_a_plan() -> None:
 
     _, everything = planned("everything")
     temporaries = []
-    for plan in (everything, everything.with_treatments("recompute", "*mul_out*").with_treatments("offload", "*out#3")):
+    for plan in (
+        everything,
+        everything.with_treatments("recompute", "*mul_out*").with_treatments("offload", "*tanh_out"),
+    ):
         step, applied = planned(plan)
         assert applied == plan
         compiled = jax.jit(step).lower(*arrays).compile()

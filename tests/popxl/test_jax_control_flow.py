@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from functools import partial
 from typing import Any
 
 import jax
@@ -201,14 +200,13 @@ def test_masks_do_not_outlive_the_turns_of_a_loop() -> None:
     found = autodiff(graph)
     (loop,) = (op for op in graph.ops if op.op_type == "Loop")
     assert [t.shape for t in loop.outputs] == [(4, 4), (3, 1, 4), (3, 4, 4)]  # what is carried; factors of the product
-    step = popxl.to_jax(graph.ir.create_graph(partial(with_gradients, graph, found), *(t.spec for t in graph.inputs)))
+
+    def gradients(*ts: popxl.Tensor) -> Any:
+        site = ops.call_with_info(graph, *ts)
+        return ops.call(found.graph, 1.0, inputs_dict=found.inputs_dict(site))
+
+    step = popxl.to_jax(graph.ir.create_graph(gradients, *(t.spec for t in graph.inputs)))
     assert_close(step(x, rows), jax.grad(attended, (0, 1))(x, rows))
-
-
-def with_gradients(graph: popxl.Graph, info: popxl.transforms.GradGraphInfo, *ts: popxl.Tensor) -> Any:
-    """The gradients of a graph that returns a number."""
-    site = ops.call_with_info(graph, *ts)
-    return ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site))
 
 
 # What stays one op ----------------------------------------------------------------------------------------------------

@@ -181,21 +181,14 @@ class EffectsPass:
         self.record_touch(op, op.modified)
         overwrites = kind.overwrites is not None and kind.overwrites.forgets(op.attributes)
         full_size = [t for t in op.inputs if t.nelms > 1] or op.inputs  # scalars only scale larger operands
-        bits = sources = 0
         flows = {t: self.flow(t) for t in op.inputs}
-        for i, t in enumerate(op.inputs):
-            bits |= 0 if overwrites and i in op.modified else flows[t].depends
-        for t in full_size:
-            sources |= flows[t].sources
+        used = [t for i, t in enumerate(op.inputs) if not (overwrites and i in op.modified)]
+        bits = reduce(or_, [flows[t].depends for t in used], 0)
+        sources = reduce(or_, [flows[t].sources for t in full_size], 0)
         if kind.exchange:
-            stream = op.attributes.get("stream")
-            bits |= UNKNOWN_VALUE if stream is None else PER_RUN
-        combines = kind.between_replicas and op.attributes.get("group_size") != 1
-        is_unmixed = "op" in op.attributes and kind.exchanged(op.attributes) == "own"  # declared the same
-        if combines and "op" not in op.attributes and op.inputs and op.inputs[0].meta_shape:
-            self.run.gathered |= sources
-        elif combines and not is_unmixed:
-            self.run.reduced |= sources
+            bits |= UNKNOWN_VALUE if op.attributes.get("stream") is None else PER_RUN
+        if kind.between_replicas and op.attributes.get("group_size") != 1:
+            self.record_collective(op, sources)
         if kind.drops is not None and op.attributes[kind.drops.ratio]:
             self.run.masks.add((op, flows[op.inputs[op.operand_names().index(kind.drops.seed)]].depends))
         for i, t in enumerate(op.inputs):
@@ -208,6 +201,13 @@ class EffectsPass:
         keeps_size = {t.nelms for t in op.outputs} in ({t.nelms for t in full_size}, {sum(t.nelms for t in full_size)})
         results = Flow(bits, sources if sources and keeps_size and is_linear(op) else 0)
         self.content |= {t: results for t in op.outputs if self.stored(t) == (t,)}  # without aliases of operands
+
+    def record_collective(self, op: Op, sources: int) -> None:
+        """Record what replicas gather or reduce."""
+        if "op" not in op.attributes and op.inputs and op.inputs[0].meta_shape:
+            self.run.gathered |= sources
+        elif "op" not in op.attributes or op.kind.exchanged(op.attributes) != "own":  # the latter: declared the same
+            self.run.reduced |= sources
 
     def call(self, op: Op) -> None:
         """Process an op with called graphs."""

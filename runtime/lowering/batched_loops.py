@@ -61,12 +61,12 @@ def _names(jaxpr: Any) -> Iterator[str]:
 
 def is_batch(loop: RerolledLoop) -> bool:
     """Whether the iterations of a loop are independent, without products, and keep what they modify in slots."""
-    storages = {loop_input: set(loop_input.by_iteration) for loop_input in loop.inputs}
-    written = [loop_input for loop_input in loop.inputs if loop_input.is_modified]
+    storages = {t: set(t.by_iteration) for t in loop.inputs}
+    written = [t for t in loop.inputs if t.is_modified]
     return (
-        all(loop_input.carried_from is None for loop_input in loop.inputs)
-        and not all(loop_input.is_invariant for loop_input in loop.inputs)
-        and all(len(storages[loop_input]) == len(loop.iterations) for loop_input in written)
+        all(t.carried_from is None for t in loop.inputs)
+        and not all(t.is_invariant for t in loop.inputs)
+        and all(len(storages[t]) == len(loop.iterations) for t in written)
         and all(storages[a].isdisjoint(storages[b]) for a in written for b in loop.inputs if a is not b)
         and all(map(is_batchable, loop.ops))
     )
@@ -74,39 +74,33 @@ def is_batch(loop: RerolledLoop) -> bool:
 
 def lower_batched(lowering: Lowering, loop: RerolledLoop, environment: Environment, context: Context) -> None:
     """Lower a rerolled loop on whole packed arrays, by `jax.vmap` of an iteration."""
-    own = [loop_input for loop_input in loop.inputs if not loop_input.is_invariant]
-    for storages in merge_overlapping(loop_input.by_iteration for loop_input in own):
+    own = [t for t in loop.inputs if not t.is_invariant]
+    for storages in merge_overlapping(t.by_iteration for t in own):
         pack_together(environment, storages)
-    slots = {loop_input: [_slot(environment, t) for t in loop_input.by_iteration] for loop_input in own}
+    slots = {t: [_slot(environment, storage) for storage in t.by_iteration] for t in own}
     order = _order(loop, slots)
-    numbers = {loop_input: [slots[loop_input][i].number for i in order] for loop_input in own}
-    fixed = {
-        loop_input.storage: environment.value_of(loop_input.storage)
-        for loop_input in loop.inputs
-        if loop_input.is_invariant and not is_constant(loop_input, environment)
-    }
+    packed_in = {t: slots[t][0].packed for t in own}
+    numbers = {t: [slots[t][i].number for i in order] for t in own}
+    shared = [t.storage for t in loop.inputs if t.is_invariant and not is_constant(t, environment)]
+    shared_values = {storage: environment.value_of(storage) for storage in shared}
     channels = context.channels.loop_channels(())
     body = context.in_loop_body(channels.in_iteration(channels.start), iterations=len(order))
-    written = [loop_input for loop_input in own if loop_input.is_modified]
+    written = [t for t in own if t.is_modified]
 
     def iteration(values: Sequence[Array]) -> Any:
-        known = fixed | {loop_input.storage: value for loop_input, value in zip(own, values, strict=True)}
-        after = lowering.lower_ops(loop.ops, known, body)
-        return [after.value_of(loop_input.storage) for loop_input in written], [
-            after.value_of(loop_output.storage) for loop_output in loop.outputs
-        ]
+        own_values = {t.storage: value for t, value in zip(own, values, strict=True)}
+        after = lowering.lower_ops(loop.ops, shared_values | own_values, body)
+        return [after.value_of(t.storage) for t in written], [after.value_of(m.storage) for m in loop.outputs]
 
-    changed, results = jax.vmap(iteration)(
-        [_rows(slots[loop_input][0].packed.array, numbers[loop_input]) for loop_input in own]
-    )
+    changed, results = jax.vmap(iteration)([_rows(packed_in[t].array, numbers[t]) for t in own])
     context.channels.resume(channels, channels.start, changed)
     values_of = dict(zip(written, changed, strict=True))
-    for packed, inside in group_by(written, lambda loop_input: slots[loop_input][0].packed).items():
-        rows = [number for loop_input in inside for number in numbers[loop_input]]
-        packed.array = _with_rows(packed.array, rows, [values_of[loop_input] for loop_input in inside])
-    for loop_output, values in zip(loop.outputs, results, strict=True):
+    for packed, inside in group_by(written, packed_in.__getitem__).items():
+        rows = [number for t in inside for number in numbers[t]]
+        packed.array = _with_rows(packed.array, rows, [values_of[t] for t in inside])
+    for m, values in zip(loop.outputs, results, strict=True):
         packed = PackedArray(values)
-        environment.values.update((loop_output.by_iteration[i], PackedSlot(packed, n)) for n, i in enumerate(order))
+        environment.values.update((m.by_iteration[i], PackedSlot(packed, n)) for n, i in enumerate(order))
 
 
 def _slot(environment: Environment, t: Tensor) -> PackedSlot:
@@ -118,8 +112,8 @@ def _slot(environment: Environment, t: Tensor) -> PackedSlot:
 def _order(loop: RerolledLoop, slots: dict[LoopInput, list[PackedSlot]]) -> list[int]:
     """Iteration order of the largest modified rows, which avoids moving these."""
     iterations = range(len(loop.iterations))
-    written = [loop_input for loop_input in slots if loop_input.is_modified] or [*slots]
-    largest = max(written, key=lambda loop_input: size_in_bytes(loop_input.storage), default=None)
+    written = [t for t in slots if t.is_modified] or [*slots]
+    largest = max(written, key=lambda t: size_in_bytes(t.storage), default=None)
     return [*iterations] if largest is None else sorted(iterations, key=lambda n: slots[largest][n].number)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from popxl.analysis.flops import own_flops
@@ -60,19 +61,7 @@ class Rerolling(ProgramOrder):
             else loops_of(ops, graph.outputs, signatures, structures.size, self._reasons, batches_updates)
             for graph, ops in inlined.graphs.items()
         }
-        sliced = {
-            t
-            for loop in self.loops
-            if _has_products(loop)
-            for loop_input in loop.inputs
-            for t in loop_input.by_iteration
-        }
-        for loop in self.loops:
-            slices_shared = is_batch(loop) and any(
-                not sliced.isdisjoint(loop_input.by_iteration) for loop_input in loop.inputs
-            )
-            if self._saved_by(loop) < max(1, from_saved) and not _has_products(loop) and not slices_shared:
-                self._unroll(loop, "it computes no products, and would be more kernels in a loop")
+        self._unroll_kernels(max(1, from_saved))
         while True:
             analysis = _PackingAnalysis(self._schedules, signatures, main, resident)
             with raised_recursion_limit(nesting(main)):
@@ -127,11 +116,24 @@ class Rerolling(ProgramOrder):
         count = sum(len(op.called_graphs) for loop in self.loops for op in loop.all_ops)
         return f"{count} calls that differ only in what they are given are the turns of {len(self.loops)} loop(s)."
 
+    def _unroll_kernels(self, from_saved: int) -> None:
+        """Unroll loops without products that save XLA few ops, except batches of what loops with products slice."""
+        sliced = {t for loop in self.loops if _has_products(loop) for t in _by_iteration(loop)}
+        for loop in self.loops:
+            slices_shared = is_batch(loop) and not sliced.isdisjoint(_by_iteration(loop))
+            if self._saved_by(loop) < from_saved and not _has_products(loop) and not slices_shared:
+                self._unroll(loop, "it computes no products, and would be more kernels in a loop")
+
     def _unroll(self, loop: RerolledLoop, reason: str) -> None:
         """Unroll a loop again."""
         for graph, items in self._schedules.items():
             self._schedules[graph] = tuple(op for item in items for op in (loop.all_ops if item is loop else (item,)))
         self._reasons.update((callee, reason) for op in loop.ops for callee in op.called_graphs)
+
+
+def _by_iteration(loop: RerolledLoop) -> Iterator[Tensor]:
+    """Storages that the iterations of a loop read from outside."""
+    return chain.from_iterable(t.by_iteration for t in loop.inputs)
 
 
 def _has_products(loop: RerolledLoop) -> bool:
@@ -197,7 +199,7 @@ class _PackingAnalysis:
         for item in items:
             if isinstance(item, RerolledLoop):
                 self._visit_loop(item, sources)
-                same = {loop_input.storage for loop_input in item.inputs if loop_input.is_invariant}
+                same = {t.storage for t in item.inputs if t.is_invariant}
                 self._visit_items(item.ops, {t: source for t, source in sources.items() if t in same})
             elif not chooses(item) and self._with_loops.issuperset(item.called_graphs) and item.runs:
                 (run,) = item.runs
@@ -234,36 +236,30 @@ class _PackingAnalysis:
         }
 
     def _visit_loop(self, loop: RerolledLoop, sources: dict[Tensor, Source]) -> None:
-        for loop_input in loop.inputs:
-            if loop_input.carried_from is None and len(set(loop_input.by_iteration)) > 1:
-                self._note_packing(loop, loop_input, sources)
-        for loop_output in loop.outputs:
-            if not loop_output.is_last_only:
+        for t in loop.inputs:
+            if t.carried_from is None and len(set(t.by_iteration)) > 1:
+                self._note_packing(loop, t, sources)
+        for m in loop.outputs:
+            if not m.is_last_only:
                 output = object()
-                sources.update((t, (output, n)) for n, t in enumerate(loop_output.rows))
+                sources.update((row, (output, n)) for n, row in enumerate(m.rows))
 
-    def _note_packing(self, loop: RerolledLoop, loop_input: LoopInput, sources: dict[Tensor, Source]) -> None:
+    def _note_packing(self, loop: RerolledLoop, t: LoopInput, sources: dict[Tensor, Source]) -> None:
         """Register one loop input's values for packing."""
-        storages = [*dict.fromkeys(loop_input.by_iteration)]
-        known_sources = [sources.get(t) for t in storages]
+        storages = [*dict.fromkeys(t.by_iteration)]
+        known_sources = [sources.get(s) for s in storages]
         variables = [source for source in known_sources if isinstance(source, Tensor)]
         rows_by_output = Counter(source[0] for source in known_sources if isinstance(source, tuple))
-        size = len(storages) * size_in_bytes(loop_input.storage)
+        size = len(storages) * size_in_bytes(t.storage)
         separate = len(known_sources) - max(rows_by_output.values(), default=0)
-        computed = [t for t in variables if t not in self._resident]
+        computed = [v for v in variables if v not in self._resident]
         if len(variables) == len(known_sources) and not computed:
-            self._requests.append(_PackingRequest(loop, loop_input, tuple(variables)))
-        elif len(computed) == len(known_sources) and len({t.graph for t in computed}) == 1 and size > SMALL:
+            self._requests.append(_PackingRequest(loop, t, tuple(variables)))
+        elif len(computed) == len(known_sources) and len({v.graph for v in computed}) == 1 and size > SMALL:
             self._computed.append(tuple(computed))
-        elif (
-            size > SMALL
-            and separate > (not loop_input.is_modified)
-            and not all(isinstance(t, Constant) for t in storages)
-        ):
-            self.refused.setdefault(
-                loop,
-                f"what its turns take for `{loop_input.storage.path}` lies apart, and would have to be copied first",
-            )
+        elif size > SMALL and separate > (not t.is_modified) and not all(isinstance(s, Constant) for s in storages):
+            reason = f"what its turns take for `{t.storage.path}` lies apart, and would have to be copied first"
+            self.refused.setdefault(loop, reason)
 
     def gathered(self) -> dict[Op, list[tuple[Tensor, ...]]]:
         """Computed loop inputs, such as casts, merged across loops: packed after the last op that computes one. The

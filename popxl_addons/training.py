@@ -29,10 +29,11 @@ from popxl_addons.optimizers.state_location import check_on_host, state_on
 from popxl_addons.optimizers.steps import Placement
 from popxl_addons.precision import MixedPrecision
 from popxl_addons.rts import gather_replica_sharded_tensor
+from popxl_addons.transforms.activations import MemoryPolicy
 from popxl_addons.transforms.autodiff import autodiff, autodiff_with_accumulation
 from popxl_addons.transforms.gathered_weights import gather_where_read
 from popxl_addons.transforms.memory_budget import is_budget, plan_memory
-from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
+from popxl_addons.transforms.memory_plan import MemoryPlan
 from popxl_addons.transforms.planned_gradients import PlannedGradients
 
 __all__ = ["Training", "train_step"]

@@ -10,7 +10,8 @@ import torch
 from poptorch.base.logging_ import logger
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.settings.setting import NO_EFFECT, OptionsDict, positive, setting
-from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
+from popxl_addons.transforms.activations import MemoryPolicy
+from popxl_addons.transforms.memory_plan import MemoryPlan
 
 _Group = TypeVar("_Group", bound=OptionsDict)
 

@@ -6,6 +6,7 @@ from popxl_addons.no_effect import (
     set_available_memory_proportion_by_ipu,
     set_graph_available_memory_proportion_by_ipu,
 )
+from popxl_addons.transforms.activations import Activation, MemoryPolicy, Treatment, activations_of
 from popxl_addons.transforms.autodiff import autodiff as autodiff
 from popxl_addons.transforms.autodiff import autodiff_with_accumulation, remap_grad_info
 from popxl_addons.transforms.batch_serialisation import (
@@ -19,15 +20,7 @@ from popxl_addons.transforms.batch_serialisation import (
 )
 from popxl_addons.transforms.jax_gradients import ValueAndGrad, value_and_grad
 from popxl_addons.transforms.memory_budget import plan_memory
-from popxl_addons.transforms.memory_plan import (
-    Activation,
-    GraphPlan,
-    MemoryPlan,
-    MemoryPolicy,
-    PlannedActivation,
-    Treatment,
-    activations_of,
-)
+from popxl_addons.transforms.memory_plan import GraphPlan, MemoryPlan, PlannedActivation
 from popxl_addons.transforms.pipelining import pipelined_execution
 from popxl_addons.transforms.recomputation import add_recompute_inputs, recompute_graph
 from popxl_addons.transforms.schedule import PipelineSchedule

@@ -12,8 +12,8 @@ from popxl.extend.graphs import Flops, is_attention, is_call, live_ranges, op_wo
 from popxl.extend.memory import GraphNeeds, OpNeeds, ReplicaExchange
 from popxl.transforms import GradGraphInfo
 from popxl_addons.grad_info import activation_inputs
+from popxl_addons.transforms.activations import candidates
 from popxl_addons.transforms.call_groups import calls_in
-from popxl_addons.transforms.memory_plan import candidates
 
 
 def graph_needs(

@@ -24,9 +24,10 @@ from popxl.extend.jax import generator_of, key_data, with_keys
 from popxl.extend.memory import bytes_of, current_request
 from popxl_addons.dot_tree import sanitise
 from popxl_addons.graph import GraphWithNamedArgs
+from popxl_addons.transforms.activations import MemoryPolicy
 from popxl_addons.transforms.autodiff import autodiff
 from popxl_addons.transforms.memory_budget import is_budget, plan_memory
-from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
+from popxl_addons.transforms.memory_plan import MemoryPlan
 from popxl_addons.transforms.planned_gradients import PlannedGradients
 
 

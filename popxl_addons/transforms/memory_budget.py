@@ -18,7 +18,8 @@ from popxl.extend.memory import (
     plan_within,
     requesting_memory,
 )
-from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
+from popxl_addons.transforms.activations import MemoryPolicy
+from popxl_addons.transforms.memory_plan import MemoryPlan
 
 
 def plan_memory(

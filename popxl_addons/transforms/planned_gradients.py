@@ -16,21 +16,18 @@ from popxl_addons.grad_info import activation_inputs, remap_grad_info
 from popxl_addons.ops.weight_gather import gathers_weights
 from popxl_addons.patterns import apply_patterns
 from popxl_addons.transforms.activation_needs import graph_needs
-from popxl_addons.transforms.call_groups import calls_in, divide_calls
-from popxl_addons.transforms.gathered_weights import share_out_before_calls
-from popxl_addons.transforms.memory_plan import (
+from popxl_addons.transforms.activations import (
     Activation,
-    CalledGraphs,
-    GraphPlan,
-    MemoryPlan,
     MemoryPolicy,
-    PlannedActivation,
     Treatment,
     candidates,
     is_kept_by_policy,
     is_transposed_input,
     matches_nothing,
 )
+from popxl_addons.transforms.call_groups import calls_in, divide_calls
+from popxl_addons.transforms.gathered_weights import share_out_before_calls
+from popxl_addons.transforms.memory_plan import CalledGraphs, GraphPlan, MemoryPlan, PlannedActivation
 from popxl_addons.transforms.recomputation import recompute_activations, recomputed_ops
 
 

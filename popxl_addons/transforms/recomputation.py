@@ -19,8 +19,7 @@ from popxl.transforms import ExpectedConnectionType, GradGraphInfo
 from popxl.transforms.autodiff import make_grad_graph_info
 from popxl_addons.grad_info import activation_inputs, gradient_inputs
 from popxl_addons.graph import GraphWithNamedArgs
-from popxl_addons.transforms.graph_copies import Transfers, copy_graph
-from popxl_addons.transforms.memory_plan import (
+from popxl_addons.transforms.activations import (
     Activation,
     MemoryPolicy,
     candidates,
@@ -28,6 +27,7 @@ from popxl_addons.transforms.memory_plan import (
     is_transposed_input,
     matches_nothing,
 )
+from popxl_addons.transforms.graph_copies import Transfers, copy_graph
 from popxl_addons.utils import suffix_graph_name
 
 __all__ = ["add_recompute_inputs", "recompute_graph"]

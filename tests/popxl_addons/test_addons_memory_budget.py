@@ -34,7 +34,7 @@ from popxl.extend.memory import (
     requesting_memory,
 )
 from popxl_addons import optimizers
-from popxl_addons.transforms.memory_plan import Treatment
+from popxl_addons.transforms.activations import Treatment
 from runtime import progress
 from runtime.memory_plans.solver import Release, keep_all, solve
 from runtime.targets.chip import Gpu, shipped

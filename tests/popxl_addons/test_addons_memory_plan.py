@@ -17,7 +17,8 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl_addons import optimizers
-from popxl_addons.transforms.memory_plan import GraphPlan, PlannedActivation, activations_of
+from popxl_addons.transforms.activations import activations_of
+from popxl_addons.transforms.memory_plan import GraphPlan, PlannedActivation
 from popxl_addons.transforms.planned_gradients import PlannedGradients
 
 POLICIES = ("everything", "products", "products_without_batch", "nothing")

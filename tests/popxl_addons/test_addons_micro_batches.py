@@ -271,6 +271,7 @@ def test_a_step_that_is_divided_less_than_its_plan_warns() -> None:
     assert deep(plan, micro_batches="auto", optimizer_state="auto")[1].memory == plan
 
 
+@pytest.mark.thorough
 def test_too_small_a_budget_has_tried_micro_batches() -> None:
     with pytest.raises(PopxlError, match=r"the least that was compiled, with \d+ micro-batches, needs [0-9.]+ MB"):
         addons.plan_memory(lambda memory: deep(memory, micro_batches="auto")[0], "300 kB")

@@ -9,7 +9,7 @@ from popxl.core.aliasing import through_calls
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
-from popxl.core.traits import Schedules
+from popxl.core.traits import Colocated, Schedules
 from popxl.ops.kernels import memory
 from popxl.values.shapes import like_first
 
@@ -21,7 +21,13 @@ def _available_after(t: Any, other: Any) -> Any:
 
 available_after_kind, recomputed_after_kind = (
     OpKind(
-        "AvailableAfter", _available_after, shape=like_first, result="{t}_after", gradient={"t": lambda g: g}, key=key
+        "AvailableAfter",
+        _available_after,
+        shape=like_first,
+        result="{t}_after",
+        gradient={"t": lambda g: g},
+        traits=[Colocated()],
+        key=key,
     )
     for key in ("AvailableAfter", "RecomputedAfter")
 )
@@ -31,7 +37,7 @@ scheduled_after_kind = OpKind(
     shape=like_first,
     result="{t}_after",
     gradient={"t": lambda g: g},
-    traits=[Schedules()],
+    traits=[Colocated(), Schedules()],
 )
 _after_all = OpKind(
     "AvailableAfterAll",

@@ -153,7 +153,7 @@ def recompute_activations(
             source = host_copies.get(t, t)
             expected.append((source, Fwd))
             saved_input = graph.add_input_like(source)
-            values[t] = ops.reload(ops.available_after(saved_input, first)) if t in host_copies else saved_input
+            values[t] = _reloaded(saved_input, t, first) if t in host_copies else saved_input
         bound |= _further_inputs(info)
         if as_read:
             missing = {t: forward_t for t, forward_t in activations.items() if forward_t not in values}
@@ -345,6 +345,12 @@ def _offloaded(t: popxl.Tensor) -> popxl.Tensor:
         copy = ops.offload(t)
     t.graph.add_output(copy)
     return copy
+
+
+def _reloaded(copy: popxl.Tensor, t: popxl.Tensor, first: popxl.Tensor) -> popxl.Tensor:
+    """A forward tensor `t` from its copy in host memory, back on its IPU after the gradient `first`."""
+    with get_current_context().on_ipu(t.location[0]):
+        return ops.reload(ops.available_after(copy, first))
 
 
 def _chosen(

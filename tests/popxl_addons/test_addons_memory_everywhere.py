@@ -162,6 +162,26 @@ def test_pipelines(schedule: str | None) -> None:
         np.testing.assert_allclose(gradients(memory), expected, rtol=1e-5, atol=1e-6)
 
 
+class OnTwoIpus(addons.Module):
+    """A layer whose second product is on another IPU."""
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        w = self.add_variable_input("w", partial(np.random.normal, 0, 0.3, (WIDTH, 11)), x.dtype)
+        v = self.add_variable_input("v", partial(np.random.normal, 0, 0.3, (11, WIDTH)), x.dtype)
+        with popxl.ipu(0):
+            y = ops.sin(ops.tanh(x @ w)).copy_to_ipu(1)
+        with popxl.ipu(1):
+            return ops.exp(ops.tanh(y) @ v).copy_to_ipu(0)
+
+
+def test_layers_on_two_ipus() -> None:
+    """An offloaded activation returns to its IPU."""
+    expected, plan = trained(Deep(OnTwoIpus, 2), "everything", device=one_device)
+    plan = plan.with_treatments("recompute", "*").with_treatments("offload", "tanh_out*")
+    for found, wanted in zip(trained(Deep(OnTwoIpus, 2), plan, device=one_device)[0], expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 class ByHand(addons.Module):
     """A model that says itself which gradient graph its layer has."""
 

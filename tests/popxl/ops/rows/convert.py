@@ -72,7 +72,7 @@ CONVERT = [
     Row("io_tile_copy", lambda t: t, over(ANY, (2, 3)), "IoTileCopy", "{0}_iotilecopy", tolerance=0),
     Row("available_after", lambda t, other: t,
         [sample(X, f32(np.nan, 2)), sample(i32(3, -4), f32(0)), sample(values("bfloat16", (2, 3)), X)],
-        "AvailableAfter", "{0}_after", tolerance=0, differentiable=(0,), keeps=0),
+        "AvailableAfter", "{0}_after", tolerance=0, differentiable=(0,), keeps=0, colocated=False),
     Row("offload", lambda t: t, over(ANY, (2, 3)), "Offload", "{0}_offloaded", tolerance=0,
         differentiable=(0,), keeps=0),
     Row("reload", lambda t: t, over(ANY, (2, 3)), "Reload", "{0}_reloaded", tolerance=0, differentiable=(0,), keeps=0),

@@ -219,9 +219,9 @@ class Derivation:
         """Whether JAX's derivative computes the outputs as the op does. Its rule of `cholesky` has others, with zeros
         where the op has none.
         """
-        whole = self._whole()
+        whole, own = self._whole(), trace(self._outputs, self.inputs, self.outputs)[0]
         outputs = with_results(whole, [k >= len(self.wanted) for k in range(len(whole.out_avals))], False)
-        return str(outputs) == str(with_results(trace(self._outputs, self.inputs)[0], all_arguments=False))
+        return str(outputs) == str(with_results(own, all_arguments=False))
 
     def _traced(self) -> ClosedJaxpr | None:
         """The gradients as a function of all inputs, the given gradients, and all outputs if it reads those. `None` if
@@ -233,12 +233,15 @@ class Derivation:
         return with_results(whole, [k < len(self.wanted) for k in range(len(whole.out_avals))])
 
     def _whole(self) -> ClosedJaxpr:
-        return trace(self._gradients_and_outputs, [*self.inputs, *(self.outputs[k] for k in self.given)])[0]
+        specs = [*self.inputs, *(self.outputs[k] for k in self.given)]
+        return trace(self._gradients_and_outputs, specs, self.outputs)[0]
 
     def _outputs(self, *inputs: Any) -> tuple[Any, ...]:
+        """The outputs, those with gradients in the dtypes of the op."""
         result = self.kind.on_arrays(self.operands, dict(self.attributes))(*inputs)
         results = result if isinstance(result, tuple | list) else (result,)
-        return tuple(r.astype(spec.dtype.as_jax()) for r, spec in zip(results, self.outputs, strict=True))
+        dtype_of = {k: self.outputs[k].dtype.as_jax() for k in self.given}
+        return tuple(r.astype(dtype_of[k]) if k in dtype_of else r for k, r in enumerate(results))
 
     def _gradients_and_outputs(self, *operands: Any) -> tuple[Any, ...]:
         """The gradients of the wanted inputs and all outputs, by all inputs and the given gradients."""

@@ -87,9 +87,11 @@ class StateStorage:
         self._loaded.clear()
 
     def _buffer_for(self, factory: VariableFactory) -> popxl.RemoteBuffer:
-        """Buffer whose last slot is free: one for all variables of equal shards on one IPU."""
+        """Buffer whose last slot is free: one for all variables of equal shards on one IPU, and of equal groups of
+        replicas: checks treat the slots of a buffer as equally distributed."""
         spec = factory.spec
-        key = (spec.shape, spec.meta_shape, spec.dtype, get_current_context().ipu_id)
+        groups = tuple(factory.replica_grouping.assignment)
+        key = (spec.shape, spec.meta_shape, spec.dtype, groups, get_current_context().ipu_id)
         if key in self._buffers:
             self._buffers[key].entries += 1
         else:

@@ -109,6 +109,20 @@ def test_divided_models_are_trained_as_one(config: LanguageConfig, axes: dict[st
     assert along == (a_block * config.layers if axes["tensor"] == 2 else 0)
 
 
+def test_state_on_the_host_has_a_buffer_for_whole_and_for_divided_weights() -> None:
+    """The table of embeddings is as large as a part of `mlp.down`: no warning says that it drifts apart."""
+    config = GPT.model_copy(update={"vocabulary": 16})
+    ir = popxl.Ir(axes={"data": 1, "tensor": 2})
+    with ir.main_graph:
+        tokens = popxl.h2d_stream((2, 5), popxl.int32, "tokens")
+        optimizer = partial(optimizers.sgd, lr=0.1, momentum=0.9)
+        step = addons.train_step(Loss(config, "tensor"), tokens, optimizer=optimizer, optimizer_state="host")
+    table, down = (step.state.model[name].velocity for name in ("embedding.weight", "layers.0.mlp.down.weight"))
+    assert table.shape == down.shape
+    assert table.location_info.buffer is not down.location_info.buffer
+    popxl.Session(ir, "ipu_model")  # warns of what drifts apart, and warnings are errors
+
+
 def test_a_block_sends_two_all_reduces_each_way_and_divides_its_weights() -> None:
     ir = popxl.Ir(axes={"data": 2, "tensor": 4})
     with ir.main_graph:

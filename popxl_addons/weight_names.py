@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 __all__ = ["GPT2", "LLAMA", "QWEN", "Names", "Stored"]
 
@@ -38,6 +38,8 @@ class Names:
         stored: name in the file, or a `Stored`, for names of variables, with `*` for each number.
         prefix: prefix of the names, which all may lack, as in files of models without a head.
         ignored: names in a file that are not weights, such as masks, with `*` for numbers.
+        tied: weights that a file may have although the model has no variable for them, by name, each with the weight
+            that it must be equal to: an output layer that shares the weight of the embedding.
 
     Example:
         >>> names = Names({"dense.*.weight": Stored("model.h.*.fc.weight", transposed=True)}, prefix="model.")
@@ -48,6 +50,7 @@ class Names:
     stored: Mapping[str, str | Stored]
     prefix: str = ""
     ignored: frozenset[str] = frozenset()
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     def stored_form(self, variable: str) -> Stored | None:
         """File representation of a variable; `None` if unknown."""
@@ -102,6 +105,7 @@ GPT2 = Names(
     },
     prefix="transformer.",
     ignored=frozenset({"transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"}),
+    tied={"lm_head.weight": "transformer.wte.weight"},
 )
 """Names of GPT-2. Its weights are of `Conv1D`, thus not transposed, except for an untied head."""
 
@@ -136,6 +140,7 @@ LLAMA = Names(
     },
     prefix="model.",
     ignored=frozenset({"model.layers.*.self_attn.rotary_emb.inv_freq"}),
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
 )
 """Names of Llama, with biases and norms of related models."""
 

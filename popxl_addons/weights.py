@@ -194,12 +194,21 @@ def _loads(
                 unfit.append(f"`{name}` is {v.dtype.name}{list(v.shape)}, and `{file_name}` is {weight}: {problem}")
             loads.append(_Load(target, weight, stored))
     ignored = {name.removeprefix(removed_prefix) for name in table.ignored}
+    ignored |= {
+        name for name, other in table.tied.items() if _are_equal(weights, name, other.removeprefix(removed_prefix))
+    }
     unused = [] if partial else [f"`{n}`" for n in weights if n not in used and pattern(n)[0] not in ignored]
     problems = {"missing in the file": missing, "left over in the file": unused, "unfit": unfit}
     if any(problems.values()):
         problems_text = "; ".join(f"{kind}: {', '.join(items)}" for kind, items in problems.items() if items)
         raise ValueError(f"load_safetensors: nothing has been loaded from `{os.fspath(place)}`. {problems_text}.")
     return loads
+
+
+def _are_equal(weights: Mapping[str, _Weight], *names: str) -> bool:
+    """Whether a file has weights of two names, with the same numbers."""
+    found = [weights[name] for name in names if name in weights and weights[name].dtype in DTYPES]
+    return len(found) == len(names) and np.array_equal(*(weight.mapped() for weight in found))
 
 
 def _session_variables(

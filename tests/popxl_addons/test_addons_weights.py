@@ -170,6 +170,22 @@ def test_a_bare_model_of_narrow_numbers_has_no_prefix_and_is_widened(tmp_path: P
     assert loaded.layers[1].attention.key.weight.data.any()
 
 
+@pytest.mark.parametrize(("config", "embedding"), [(hf.GPT2, "transformer.wte"), (hf.QWEN2, "model.embed_tokens")])
+def test_a_tied_output_layer_may_be_in_the_file_if_it_is_equal(tmp_path: Path, config: Any, embedding: str) -> None:
+    """As some tools write it; another output layer would be lost."""
+    weights = hf.weights_of(config)
+    assert "lm_head.weight" not in weights
+    program, file = Program(LanguageConfig.from_hugging_face(config)), tmp_path / "model.safetensors"
+    names = GPT2 if config["model_type"] == "gpt2" else LLAMA
+    table = weights[f"{embedding}.weight"]
+    safetensors.numpy.save_file(weights | {"lm_head.weight": table.copy()}, file)
+    addons.load_safetensors(program.variables, file, names)
+    np.testing.assert_allclose(program.logits(), of_numpy(config, weights), rtol=1e-4, atol=1e-4)
+    safetensors.numpy.save_file(weights | {"lm_head.weight": table + 1}, file)
+    with pytest.raises(ValueError, match=r"left over in the file: `lm_head.weight`"):
+        addons.load_safetensors(program.variables, file, names)
+
+
 def test_each_group_of_replicas_reads_its_part(tmp_path: Path) -> None:
     """Of a weight that is transposed in the file; one that all have is read for all. And both are written again."""
     there = {"w": np.arange(24, dtype=np.float32).reshape(8, 3), "b": np.arange(3, dtype=np.float32)}

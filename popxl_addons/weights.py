@@ -207,8 +207,8 @@ def _loads(
 
 def _are_equal(weights: Mapping[str, _Weight], *names: str) -> bool:
     """Whether a file has weights of two names, with the same numbers."""
-    found = [weights[name] for name in names if name in weights and weights[name].dtype in DTYPES]
-    return len(found) == len(names) and np.array_equal(*(weight.mapped() for weight in found))
+    arrays = [weights[name].mapped() for name in names if name in weights and weights[name].dtype in DTYPES]
+    return len(arrays) == len(names) and all(np.array_equal(arrays[0], array) for array in arrays)
 
 
 def _session_variables(

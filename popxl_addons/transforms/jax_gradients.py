@@ -65,7 +65,7 @@ def value_and_grad(
     Example:
         >>> @jax.jit
         ... def layer(x, w):
-        ...     return jnp.tanh(x @ w)
+        ...     return x + jnp.tanh(x @ w)
         >>> def loss(params, x):
         ...     for w in params["layers"]:
         ...         x = layer(x, w)
@@ -74,7 +74,7 @@ def value_and_grad(
         >>> gradient = value_and_grad(loss, memory="nothing")
         >>> value, gradients = jax.jit(gradient)(params, np.ones((2, 3), np.float32))
         >>> gradients["layers"][1].shape, gradient.plan.graphs[0].paths("recompute")
-        ((3, 3), ('dot_general_out',))
+        ((3, 3), ('tanh_out',))
     """
     return ValueAndGrad(fn, argnums, has_aux, memory)
 

@@ -355,7 +355,8 @@ class Session(SessionInspection, SessionVariables):
         either, and writes its changes there. So a program that generates text can follow one that trains, run by run.
 
         The other session has to be attached whenever this one runs, and owns the host copies: values are written and
-        saved there. `get_tensor_data` reads them through it.
+        saved there. `get_tensor_data` reads them through it. A variable that replicas change there, and only read here,
+        is copied once after each change: here, all replicas of a device share one.
 
         Args:
             other: a session on the same device.

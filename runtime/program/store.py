@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -49,10 +50,26 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class BorrowedArray:
-    """Array borrowed from another store."""
+    """Array borrowed from another store.
+
+    Attributes:
+        is_of_replicas: whether it is one of all replicas there, which share one here: a copy, made when it has changed.
+    """
 
     store: VariableStore
     slot: Slot
+    is_of_replicas: bool = False
+
+
+class SharedCopy(NamedTuple):
+    """Copy, shared by all replicas, of an array that each replica has in another store.
+
+    Attributes:
+        source: that array, while it exists.
+    """
+
+    source: weakref.ref[Array]
+    array: Array
 
 
 _COPY = "Copy what it has: `session.write_variables_data({mine: other.get_tensor_data(theirs)})`"
@@ -94,6 +111,7 @@ class VariableStore:
         self.values_of_all: dict[Variable, np.ndarray] = {}
         self.run_count = 0
         self.borrowed: dict[Slot, BorrowedArray] = {}
+        self._shared_copies: dict[Slot, SharedCopy] = {}
         self._owning_stores: tuple[VariableStore, ...] = ()  # in the common order of locking
         self._changed_stores: tuple[VariableStore, ...] = ()
 
@@ -141,6 +159,7 @@ class VariableStore:
     def release(self) -> None:
         """Free the device memory of variables."""
         self.changing = self.constant = None
+        self._shared_copies.clear()
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
@@ -244,7 +263,7 @@ class VariableStore:
                 first = mine[0]
                 raise ValueError(f"Session.use_variables_of: {first!r} cannot be {wanted[first]!r}: {problem}.")
             assert source is not None
-            array = BorrowedArray(other, source)
+            array = BorrowedArray(other, source, self._is_replicated(slot) and not other._is_replicated(source))
             same_source = {each for each, source in (self.borrowed | borrowed).items() if source == array} - {slot}
             if same_source and any(changes for changes, _ in same_source | {slot}):
                 raise ValueError(
@@ -274,7 +293,7 @@ class VariableStore:
         if replicas != own_replicas:
             return f"the other session has {replicas} replicas, and this one {own_replicas}. {_COPY}"
         ours, source_spec = self._slot_spec(slot), other._slot_spec(source)
-        if ours == source_spec:
+        if ours == source_spec or self._can_share(slot, other, source):
             return ""
         block, source_block = self._blocks()[slot], other._blocks()[source]
         remedy = f". {_COPY}" if (block.shape, block.dtype) == (source_block.shape, source_block.dtype) else ""
@@ -292,6 +311,18 @@ class VariableStore:
         shape = block.shape if layout.is_replicated(block) else replicas.shape(block.shape)
         # By its devices: meshes of programs with other groups have other dimensions, which makes no difference here.
         return shape, str(np.dtype(block.dtype)), replicas.devices
+
+    def _is_replicated(self, slot: Slot) -> bool:
+        return self._layout.is_replicated(self._blocks()[slot])
+
+    def _can_share(self, slot: Slot, other: VariableStore, source: Slot) -> bool:
+        """Whether replicas share an array here that each replica has in the other store, with equal values."""
+        if not self._is_replicated(slot) or self._layout.divided is not None:
+            return False
+        variables = (other._layout.resident[t] for t in other._blocks()[source].tensors)
+        shape, *others = self._slot_spec(slot)
+        source_spec = self._layout.replicas.shape(shape), *others
+        return other._slot_spec(source) == source_spec and all(v.replica_grouping.num_groups == 1 for v in variables)
 
     @contextmanager
     def lock_shared(self) -> Iterator[None]:
@@ -315,7 +346,22 @@ class VariableStore:
                     "Session.run: some variables are those of another session (`use_variables_of`), which is not "
                     "attached. Enter its `with` block first, and leave it last."
                 )
-        self._replace({slot: each.store._array(each.slot) for slot, each in self.borrowed.items()})
+        arrays = {slot: each.store._array(each.slot) for slot, each in self.borrowed.items()}
+        of_replicas = {slot: arrays[slot] for slot, each in self.borrowed.items() if each.is_of_replicas}
+        self._replace(arrays | self._shared_among_replicas(of_replicas))
+
+    def _shared_among_replicas(self, arrays: Mapping[Slot, Array]) -> dict[Slot, Array]:
+        """Copies of arrays of all replicas that these share, made anew of arrays that have changed."""
+        copies = self._shared_copies
+        changed = {slot: a for slot, a in arrays.items() if slot not in copies or copies[slot].source() is not a}
+        if changed:
+            for slot in changed:
+                copies.pop(slot, None)  # free before there is another
+            with self._layout.x64_context():
+                made = self._layout.replicas.shared([*changed.values()])
+            for (slot, source), array in zip(changed.items(), made, strict=True):
+                copies[slot] = SharedCopy(weakref.ref(source), array)
+        return {slot: copies[slot].array for slot in arrays}
 
     def scatter(self) -> None:
         """Return borrowed arrays, as updated by a run."""

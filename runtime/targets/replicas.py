@@ -14,7 +14,7 @@ the arrays of all of them: `DividedReplicas`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -163,6 +163,18 @@ class Replicas:
         if self.mesh is None:
             return SingleDeviceSharding(self.device)
         return NamedSharding(self.mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self.axis))
+
+    @cached_property
+    def shared(self) -> Callable[[list[Array]], list[Array]]:
+        """Function from arrays of all replicas, equal on all, to arrays that they share: each device keeps its own."""
+
+        def first(arrays: list[Array]) -> list[Array]:
+            return [array[0] for array in arrays]
+
+        if self.mesh is None:
+            return jax.jit(first)
+        specs = PartitionSpec(self.axis), PartitionSpec()
+        return jax.jit(jax.shard_map(first, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False))
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the array of all replicas, given one replica's shape."""

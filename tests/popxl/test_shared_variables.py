@@ -1,5 +1,7 @@
 """Sessions of several programs that have variables in common, without a copy."""
 
+from collections.abc import Callable
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from popxl import ops
 from popxl.errors import PopxlError
 from popxl.tensor import Variable
 from runtime.targets.devices import Device
+from tests.devices import a_device_each, one_device
 
 SHAPE = (37, 11)
 
@@ -130,6 +133,53 @@ def test_what_lies_in_one_array_is_shared_with_one_array() -> None:
         assert [one.run(), two.run(), one.run()] == first
 
 
+@pytest.mark.parametrize("devices", [a_device_each, one_device])
+def test_replicas_that_read_share_a_copy_of_what_others_train(devices: Callable[[int], Device]) -> None:
+    """It is made anew when it has changed, and not before."""
+    device = devices(4)
+    shape = (29, 7)
+    training, reading = (Program(changes, shape=shape, replication=4) for changes in (True, False))
+    with popxl.Session(training.ir, device) as trained, popxl.Session(reading.ir, device) as session:
+        session.use_variables_of(trained, {reading.w: training.w, reading.count: training.count})
+        found = []
+        for train in (True, False, True, True, False, False):
+            if train:
+                trained.run()
+            found.append(np.unique(session.run()[reading.out]).tolist())
+        assert found == [[6.0], [6.0], [8.0], [11.0], [11.0], [11.0]]
+        trained.weights_to_host()
+        trained.write_variable_data(training.w, np.full(shape, 2.0, np.float32))
+        assert np.unique(session.run()[reading.out]) == 2
+        np.testing.assert_array_equal(session.get_tensor_data(reading.w), np.full(shape, 2.0))
+        assert on_device(shape) == 1
+    assert on_device(shape) == on_device((4, *shape)) == 0
+
+
+def test_variables_that_differ_between_replicas_are_refused() -> None:
+    def program(group_size: int) -> tuple[popxl.Session, Variable]:
+        ir = popxl.Ir(replication=2)
+        with ir.main_graph, popxl.in_sequence():
+            each_group = np.ones((2, 3) if group_size == 1 else 3)
+            groups = ir.replica_grouping(group_size=group_size)
+            w = popxl.variable(each_group, popxl.float32, replica_grouping=groups)
+            if group_size == 1:
+                ops.add_(w, 1.0)
+            ops.host_store(popxl.d2h_stream(w.shape, w.dtype), w)
+        return popxl.Session(ir, one_device(2)), w
+
+    (session, mine), (other, theirs) = program(2), program(1)
+    with pytest.raises(ValueError, match="as .*, and this one as .*Copy what it has"):
+        session.use_variables_of(other, {mine: theirs})
+
+
+def test_another_device_is_refused() -> None:
+    first, second = (Device("ipu_model", (each,)) for each in a_device_each(2).jax_devices)
+    training, reading = Program(changes=True), Program(changes=False)
+    one, other = popxl.Session(reading.ir, first), popxl.Session(training.ir, second)
+    with pytest.raises(ValueError, match="as .*, and this one as .*Copy what it has"):
+        one.use_variables_of(other, {reading.w: training.w})
+
+
 def test_what_is_refused() -> None:
     program, narrow, reading = Program(changes=True), Program(changes=True, shape=(2, 2)), Program(changes=False)
     spread = Program(changes=True, replication=2)
@@ -142,10 +192,6 @@ def test_what_is_refused() -> None:
             session.use_variables_of(of_reading, {program.count: reading.count})
         with pytest.raises(ValueError, match="has 2 replicas, and this one 1. Copy what it has"):
             session.use_variables_of(popxl.Session(spread.ir, "ipu_model"), {program.w: spread.w})
-        also_reading = Program(changes=False, replication=2)
-        one, other = (popxl.Session(each.ir, "ipu_model") for each in (also_reading, spread))
-        with pytest.raises(ValueError, match="as .*, and this one as .*Copy what it has"):
-            one.use_variables_of(other, {also_reading.w: spread.w})
         with pytest.raises(ValueError, match="is this session"):
             session.use_variables_of(session, {})
         with pytest.raises(TypeError, match="not a session"):

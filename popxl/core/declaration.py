@@ -76,13 +76,13 @@ class OpKind:
         shape: shape rule: called like `lowering`, but with tensors in place of arrays. It returns the `TensorSpec` of
             the result, or a tensor with the same spec (or a sequence of these), or raises. By default the specs are
             derived from `lowering` by abstract evaluation.
-        gradient: gradient rule. `VJP` (the default) takes JAX's derivative of `lowering`; with `None` no gradient
-            flows; with `REFUSED` autodiff raises. A mapping from operand names to rules gives gradients to these
-            operands only. A rule is written with ops, and the names of its parameters say what it reads: `g`, the
-            incoming gradient (`gs`, those of all results); an operand or an attribute, by name; `out`, the result
-            (`outs`, all of them; one of several, by its name in `result`); `<operand>_spec`, the spec of an operand;
-            `attributes`, all attributes; and, where the last operand is variadic, `i`, `operand` and `operand_spec` of
-            the one whose gradient is asked for.
+        gradient: gradient rule. `VJP` (the default) takes JAX's derivative of `lowering`, which reads operands, or
+            results if it then reads fewer operands; with `None` no gradient flows; with `REFUSED` autodiff raises. A
+            mapping from operand names to rules gives gradients to these operands only. A rule is written with ops, and
+            the names of its parameters say what it reads: `g`, the incoming gradient (`gs`, those of all results); an
+            operand or an attribute, by name; `out`, the result (`outs`, all of them; one of several, by its name in
+            `result`); `<operand>_spec`, the spec of an operand; `attributes`, all attributes; and, where the last
+            operand is variadic, `i`, `operand` and `operand_spec` of the one whose gradient is asked for.
             Operands and results that it reads are kept alive. The result of a rule is summed over broadcast axes if its
             shape differs from the operand's. Rules are written as for real numbers: for complex tensors, `g` and the
             result of a rule are conjugates of gradients. A single function `(forward, gs) -> {operand index: Tensor}`

@@ -1,10 +1,11 @@
 """A Llama in plain JAX within memory budgets, by `popxl_addons.value_and_grad`, beside policies of `jax.checkpoint`.
 
     python -m tests.targets.jax_budgets [--targets "gpu h100" "tpu v5e"] [--shares 75 50 35] [--layers 8] [--texts 16]
-                                        [--into PAGE]
+                                        [--loop] [--into PAGE]
 
-The step is that of `tests.targets.llama_in_jax`, with AdamW, in bfloat16 over float32 parameters. Budgets are shares of
-the memory that it needs with `jax.value_and_grad`. Nothing runs. A page given with `--into` keeps the rows.
+The step is that of `tests.targets.llama_in_jax`, with AdamW, in bfloat16 over float32 parameters, with its layers one
+after the other, or in a loop (`lax.scan`). Budgets are shares of the memory that it needs with `jax.value_and_grad`.
+Nothing runs. A page given with `--into` keeps the rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from popxl.errors import PopxlError
 from tests.targets.steps import Sizes, jitted_step
 from tests.targets.tables import Table
 
-IN_JAX = ("unrolled", "unrolled, checkpoint, products", "unrolled, checkpoint")
+POLICIES = ("", ", checkpoint, products", ", checkpoint")
 HEAD = """\
 | target | layers | gradient | budget, MB | a device needs, MB | GB moved | Gflop | M cycles |
 |---|---|---|---|---|---|---|---|"""
@@ -42,14 +43,15 @@ def of_jax(sizes: Sizes, way: str, target: str) -> list[str]:
     return cells(None, found.memory, found.cost)
 
 
-def planned(sizes: Sizes, share: int, target: str) -> list[str]:
+def planned(sizes: Sizes, form: str, share: int, target: str) -> list[str]:
     """Cells of the step within a share of the memory that it needs in plain JAX."""
-    step, arguments = jitted_step(sizes, "unrolled", target)
+    step, arguments = jitted_step(sizes, form, target)
     budget = popxl.analyze(step, *arguments, target=target).memory.device * share // 100
 
     def build(memory: Any) -> Any:
         gradient = partial(addons.value_and_grad, memory=memory)
-        step, arguments = jitted_step(sizes, "unrolled, jitted", target, value_and_grad=gradient)
+        planned_form = "unrolled, jitted" if form == "unrolled" else form
+        step, arguments = jitted_step(sizes, planned_form, target, value_and_grad=gradient)
         return partial(step, *arguments)
 
     try:
@@ -66,17 +68,19 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", type=int, default=[75, 50, 35])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--texts", type=int, default=16)
+    parser.add_argument("--loop", action="store_true")
     parser.add_argument("--into", type=Path)
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     sizes, table = Sizes(given.layers, texts=given.texts), Table(HEAD, given.into)
+    form, where = ("scan", ", `lax.scan`") if given.loop else ("unrolled", "")
     for target in given.targets:
-        for way in IN_JAX:
-            name = way.replace("unrolled", "`jax.value_and_grad`").replace("checkpoint", "`jax.checkpoint`")
-            table.add([target, str(given.layers), name], partial(of_jax, sizes, way, target))
+        for policy in POLICIES:
+            name = f"`jax.value_and_grad`{policy.replace('checkpoint', '`jax.checkpoint`')}{where}"
+            table.add([target, str(given.layers), name], partial(of_jax, sizes, form + policy, target))
         for share in given.shares:
-            name = f"`addons.value_and_grad` within {share} %"
-            table.add([target, str(given.layers), name], partial(planned, sizes, share, target))
+            name = f"`addons.value_and_grad` within {share} %{where}"
+            table.add([target, str(given.layers), name], partial(planned, sizes, form, share, target))
 
 
 if __name__ == "__main__":

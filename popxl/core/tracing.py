@@ -72,10 +72,11 @@ def with_results(traced: Any, which: Sequence[bool] | None = None, all_arguments
     return ClosedJaxpr(jaxpr, traced.consts)
 
 
-def by_results(traced: Any, count: int) -> Any | None:
-    """A closed jaxpr that takes its last `count` results as further arguments, and computes only the others from them.
+def computed_from_results(traced: Any, count: int) -> Any | None:
+    """A closed jaxpr that takes its last `count` results as further arguments, and computes the other results.
 
-    `None` if it cannot: where an equation that makes one of these results has to be there for another value.
+    `None` if it cannot: if one of these results is an argument, a literal or another result, or if an equation that
+    computes one computes another value that is needed.
     """
     jaxpr = traced.jaxpr
     others, given = jaxpr.outvars[:-count], jaxpr.outvars[-count:]

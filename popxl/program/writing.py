@@ -183,7 +183,7 @@ class _Writer:
                 name: self.value(getattr(of, name), f"`{name}` of {op!r}")
                 for name in ("operands", "attributes", "inputs", "outputs", "wanted", "given")
             },
-            **({"by_results": True} if of.by_results else {}),
+            **({"reads_outputs": True} if of.reads_outputs else {}),  # earlier files lack it
         }
 
     def value(self, value: Any, what: str) -> Any:

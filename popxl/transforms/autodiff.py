@@ -307,15 +307,15 @@ class _Differentiation:
         )
 
     @cached_property
-    def _fixed(self) -> set[Tensor]:
-        """Tensors that depend on no input: masks, tables of positions. They need not outlive the forward call."""
-        fixed: set[Tensor] = set()
+    def _independent(self) -> set[Tensor]:
+        """Tensors that depend on no input, such as masks: the gradient computes them again, so that none is kept."""
+        independent: set[Tensor] = set()
         for op in self.forward_graph.ops:
             kind = op.kind
             is_pure = not (kind.is_carried_out_by_others or kind.draws or kind.overwrites)
-            if is_pure and all(isinstance(t, Constant) or t in fixed for t in op.inputs):
-                fixed.update(op.outputs)
-        return fixed
+            if is_pure and all(isinstance(t, Constant) or t in independent for t in op.inputs):
+                independent.update(op.outputs)
+        return independent
 
     @cached_property
     def _readers(self) -> Mapping[Tensor, Sequence[Op]]:
@@ -387,7 +387,7 @@ class _Differentiation:
             if t not in self.copies:
                 self.copies[t] = constant(t.data, t.dtype, t.name)
             return self.copies[t]
-        if (self.recomputes or t in self._fixed) and not self._is_caller_visible(t):
+        if (self.recomputes or t in self._independent) and not self._is_caller_visible(t):
             return self._computed_again(t)
         if t in self.forward_graph.offloads:
             if t not in self.copies:

@@ -21,7 +21,7 @@ from popxl.graph import Graph
 from popxl.transforms.jax_equations import known_spec, obstacle
 from popxl.transforms.jax_keys import generator_of, on_key_data, with_keys
 from popxl.transforms.jax_kinds import Function, function_kind, last_name
-from popxl.transforms.op_gradient import Derivation, preferred, vjp_kind
+from popxl.transforms.op_gradient import Derivation, preferred_derivation, vjp_kind
 
 if TYPE_CHECKING:
     from popxl.transforms.from_jax import Recorder
@@ -122,7 +122,7 @@ class JaxDerivative:
         inputs, outputs = (tuple(t.spec for t in ts) for ts in (graph.inputs, graph.outputs[: self.results]))
         kind = function_kind(last_name(self.name))
         derivation = Derivation(kind, None, (("function", self._function),), inputs, outputs, wanted, provided)
-        gradient, needed = vjp_kind(preferred(derivation))
+        gradient, needed = vjp_kind(preferred_derivation(derivation))
         values = (*graph.inputs, *graph.outputs[: self.results])
         results = gradient(*(read(values[i]) for i in needed), *gs.values())
         return results if isinstance(results, tuple) else (results,)

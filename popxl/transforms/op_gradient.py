@@ -21,7 +21,7 @@ from popxl import dtypes
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
-from popxl.core.tracing import arguments_used, by_results, trace, with_results
+from popxl.core.tracing import arguments_used, computed_from_results, trace, with_results
 from popxl.core.traits import REFUSED, VJP, ShardingRule
 from popxl.errors import PopxlError
 from popxl.graph import Graph
@@ -168,7 +168,7 @@ def _by_jax(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
     provided = tuple(k for k, g in enumerate(gs) if g is not None and op.outputs[k].dtype.is_inexact)
     if not wanted or not provided:
         return {}
-    derivation = preferred(Derivation(op.kind, *op.signature, wanted, provided))
+    derivation = preferred_derivation(Derivation(op.kind, *op.signature, wanted, provided))
     kind, reads = vjp_kind(derivation)
     values = (*op.inputs, *op.outputs)
     operands = [forward.read(values[i]) for i in reads] + [g for k in provided if (g := gs[k]) is not None]
@@ -185,7 +185,7 @@ class Derivation:
             some operand is a plain value, its attributes, and the specs of its inputs and outputs.
         wanted: positions of the inputs to differentiate with respect to.
         given: positions of the outputs with gradients.
-        by_results: whether the gradient reads outputs in place of what computes them.
+        reads_outputs: whether the gradient reads outputs, in place of operands from which it would compute them again.
     """
 
     kind: OpKind
@@ -195,11 +195,11 @@ class Derivation:
     outputs: tuple[TensorSpec, ...]
     wanted: tuple[int, ...]
     given: tuple[int, ...]
-    by_results: bool = False
+    reads_outputs: bool = False
 
     def gradients(self, inputs: Sequence[Any], outputs: Sequence[Any], gs: Sequence[Any]) -> Sequence[Any]:
         """The gradients of the wanted inputs, on arrays. Values that they do not depend on may be anything."""
-        if not self.by_results:
+        if not self.reads_outputs:
             return self._gradients_and_outputs(*inputs, *gs)[: len(self.wanted)]
         traced = self._traced()
         if traced is None:
@@ -228,8 +228,8 @@ class Derivation:
         the outputs do not do in place of what computes them.
         """
         whole = self._whole()
-        if self.by_results:
-            return by_results(with_results(whole), len(self.outputs))
+        if self.reads_outputs:
+            return computed_from_results(with_results(whole), len(self.outputs))
         return with_results(whole, [k < len(self.wanted) for k in range(len(whole.out_avals))])
 
     def _whole(self) -> ClosedJaxpr:
@@ -257,7 +257,7 @@ class Derivation:
         return (*pull(gs), *outputs)
 
 
-def preferred(derivation: Derivation) -> Derivation:
+def preferred_derivation(derivation: Derivation) -> Derivation:
     """The derivation of the same gradient that reads fewer inputs: by the outputs of the op, if there is a choice.
 
     The gradient of an exponential function then computes none again, and that of a decomposition of a matrix no other.
@@ -265,12 +265,13 @@ def preferred(derivation: Derivation) -> Derivation:
     d = derivation
     key = ("preferred", d.operands, d.attributes, d.inputs, d.outputs, d.wanted, d.given)
 
-    def inputs_read(by_results: bool) -> int:
-        return sum(i < len(d.inputs) for i in replace(d, by_results=by_results).reads())
-
     def choose() -> Derivation:
-        alternative = replace(d, by_results=True)
-        is_better = alternative.reads() and inputs_read(True) < inputs_read(False)
+        inputs_read = len(d.reads())
+        if not inputs_read:
+            return d
+        alternative = replace(d, reads_outputs=True)
+        reads = alternative.reads()
+        is_better = reads and sum(i < len(d.inputs) for i in reads) < inputs_read
         return alternative if is_better and d.follows_outputs() else d
 
     return d.kind.remembered(key, choose)
@@ -282,7 +283,7 @@ def vjp_kind(derivation: Derivation) -> tuple[OpKind, tuple[int, ...]]:
     Remembered, so that a program has one gradient op for each op that it uses.
     """
     d = derivation
-    key = ("vjp", d.operands, d.attributes, d.inputs, d.outputs, d.wanted, d.given, d.by_results)
+    key = ("vjp", d.operands, d.attributes, d.inputs, d.outputs, d.wanted, d.given, d.reads_outputs)
     return d.kind.remembered(key, lambda: _vjp(derivation))
 
 
@@ -292,7 +293,7 @@ def _vjp(derivation: Derivation) -> tuple[OpKind, tuple[int, ...]]:
 
     def lowering(*operands: Any) -> Any:
         read = dict(zip(reads, operands, strict=False))
-        specs = (*d.inputs, *d.outputs) if d.by_results else d.inputs
+        specs = (*d.inputs, *d.outputs) if d.reads_outputs else d.inputs
         values = [read[i] if i in read else jnp.zeros(s.shape, s.dtype.as_jax()) for i, s in enumerate(specs)]
         count = len(d.inputs)
         results = d.gradients(values[:count], values[count:], operands[len(reads) :])

@@ -53,12 +53,13 @@ class BorrowedArray:
     """Array borrowed from another store.
 
     Attributes:
-        is_of_replicas: whether it is one of all replicas there, which share one here: a copy, made when it has changed.
+        is_stacked: whether it has a row for each replica there, where replicas share an array here: a copy, made anew
+            when it has changed.
     """
 
     store: VariableStore
     slot: Slot
-    is_of_replicas: bool = False
+    is_stacked: bool = False
 
 
 class SharedCopy(NamedTuple):
@@ -347,8 +348,8 @@ class VariableStore:
                     "attached. Enter its `with` block first, and leave it last."
                 )
         arrays = {slot: each.store._array(each.slot) for slot, each in self.borrowed.items()}
-        of_replicas = {slot: arrays[slot] for slot, each in self.borrowed.items() if each.is_of_replicas}
-        self._replace(arrays | self._shared_among_replicas(of_replicas))
+        stacked = {slot: arrays[slot] for slot, each in self.borrowed.items() if each.is_stacked}
+        self._replace(arrays | self._shared_among_replicas(stacked))
 
     def _shared_among_replicas(self, arrays: Mapping[Slot, Array]) -> dict[Slot, Array]:
         """Copies of arrays of all replicas that these share, made anew of arrays that have changed."""

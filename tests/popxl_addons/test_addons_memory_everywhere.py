@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -174,11 +174,19 @@ class OnTwoIpus(addons.Module):
             return ops.exp(ops.tanh(y) @ v).copy_to_ipu(0)
 
 
-def test_layers_on_two_ipus() -> None:
-    """An offloaded activation returns to its IPU."""
-    expected, plan = trained(Deep(OnTwoIpus, 2), "everything", device=one_device)
+class OneLayerOnTwoIpus(OnTwoIpus):
+    """A model that is planned as a whole, as it calls no graph."""
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        return ops.mean(super().build(x))
+
+
+@pytest.mark.parametrize("model", [partial(Deep, OnTwoIpus, 2), OneLayerOnTwoIpus], ids=["layers", "whole"])
+def test_layers_on_two_ipus(model: Callable[[], addons.Module]) -> None:
+    """An offloaded activation returns to its IPU, and what is recomputed waits for gradients of another."""
+    expected, plan = trained(model(), "everything", device=one_device)
     plan = plan.with_treatments("recompute", "*").with_treatments("offload", "tanh_out*")
-    for found, wanted in zip(trained(Deep(OnTwoIpus, 2), plan, device=one_device)[0], expected, strict=True):
+    for found, wanted in zip(trained(model(), plan, device=one_device)[0], expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 

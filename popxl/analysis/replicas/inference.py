@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from functools import lru_cache
 from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
@@ -65,7 +65,7 @@ def infer(ir: Ir) -> Report:
     mesh = mesh_of(ir, index.collectives, variables)
     report = Report(mesh, index=index)
     if mesh is not None:
-        TypeInference(ir.main_graph, variables, report)
+        TypeInference(report).infer(ir.main_graph, variables)
     return report
 
 
@@ -86,7 +86,7 @@ class _Outcome(NamedTuple):
 class TypeInference:
     """Interprocedural inference: each graph once per tuple of input types."""
 
-    def __init__(self, main: Graph, variables: Sequence[Variable], report: Report) -> None:
+    def __init__(self, report: Report) -> None:
         self.report, self.mesh = report, report.known_mesh
         self.width = len(self.mesh.names)
         self.constant: ReplicaType = (LITERAL,) * self.width
@@ -94,22 +94,19 @@ class TypeInference:
         self.unknown: ReplicaType = (NOT_KNOWN,) * self.width
         self.outcomes: dict[tuple[Graph, tuple[ReplicaType, ...], int], _Outcome] = {}
         self.findings = TypeFindings(report)
+        self.fed = self.unknown
         self.buffers: dict[RemoteBuffer, ReplicaType] = {}
+        self.declared: Set[RemoteBuffer] = set()  # those of variables
         self.stores = 0  # number of stores that changed the type of a buffer; part of the cache key
-        storages = [v.on_replica for v in variables]
-        changed = {op.inputs[i].origin for op in main.ops for i in op.modified}
-        stored = {
-            op.attributes[op.kind.exchange] for op in report.index.exchanges if not op.outputs and not op.modified
-        }
-        remote = {v for v in variables if v.location_info.buffer in stored}
-        initial = tuple(variable_types(self.mesh, variables, changed | remote if remote else changed))
-        for v, declared in zip(variables, initial, strict=True):
-            if (buffer := v.location_info.buffer) is not None:
-                self.buffers[buffer] = join(self.buffers.get(buffer, declared), declared)
-        self.declared = {*self.buffers}
+
+    def infer(self, main: Graph, variables: Sequence[Variable]) -> None:
+        """Add the types of all values, and the findings, to the report."""
+        report, changed = self.report, {op.inputs[i].origin for op in main.ops for i in op.modified}
+        initial = self._initial_types(variables, changed)
+        self.declared = set(self.buffers)
         self.fed = self.feeds(report.index.collectives, {*compress(initial, map(changed.__contains__, variables))})
         self.findings.layer_axes = [i for i, along in enumerate(self.fed) if along == SAME]
-        outcome = _GraphInference(self, main, storages, initial).outcome
+        outcome = _GraphInference(self, main, [v.on_replica for v in variables], initial).infer()
         report.types |= zip(variables, initial, strict=True)
         repeated = self._changes(variables, initial, outcome)
         report.findings += [
@@ -119,6 +116,17 @@ class TypeInference:
             or not repeated.isdisjoint(finding.axes)
             or _is_immediately_repeated(finding.op)
         ]
+
+    def _initial_types(self, variables: Sequence[Variable], changed: Set[Tensor]) -> tuple[ReplicaType, ...]:
+        """Types of variables at the start of a run, joined for each remote buffer in `buffers`."""
+        exchanges = self.report.index.exchanges
+        stored = {op.attributes[op.kind.exchange] for op in exchanges if not op.outputs and not op.modified}
+        remote = {v for v in variables if v.location_info.buffer in stored}
+        types = tuple(variable_types(self.mesh, variables, changed | remote if remote else changed))
+        for v, declared in zip(variables, types, strict=True):
+            if (buffer := v.location_info.buffer) is not None:
+                self.buffers[buffer] = join(self.buffers.get(buffer, declared), declared)
+        return types
 
     def _changes(self, variables: Sequence[Variable], initial: Sequence[ReplicaType], outcome: _Outcome) -> set[str]:
         """Note changes of variables that are wrong; returns names of axes along which an equal operand was summed."""
@@ -165,7 +173,7 @@ class TypeInference:
         key = (graph, tuple(types), self.stores)
         outcome = self.outcomes.get(key)
         if outcome is None:
-            outcome = self.outcomes[key] = _GraphInference(self, graph, graph.inputs, key[1]).outcome
+            outcome = self.outcomes[key] = _GraphInference(self, graph, graph.inputs, key[1]).infer()
         return outcome
 
 
@@ -196,17 +204,21 @@ class _GraphInference:
         self, program: TypeInference, graph: Graph, storages: Sequence[Tensor], input_types: Sequence[ReplicaType]
     ) -> None:
         self.program, self.graph, self.findings = program, graph, program.findings
+        self.inputs, self.input_types = storages, tuple(input_types)
         self.storages: dict[Tensor, tuple[Tensor, ...]] = {}  # of aliases
         self.content = _Contents(program, zip(storages, input_types, strict=True))
         self.type_of = self.content.__getitem__
         self.changes: dict[Tensor, tuple[Op, ReplicaType]] = {}
         self.result_types: dict[Tensor, ReplicaType] = {}  # types of tensors at their definition, before later updates
-        for op in program.report.index.by_graph[graph]:
+
+    def infer(self) -> _Outcome:
+        """Visit all ops, and report the types of their results."""
+        report, types = self.program.report, self.content.of
+        for op in report.index.by_graph[self.graph]:
             self.visit(op)
         self.record()
-        types = self.content.of
-        self.outcome = _Outcome(types(graph.outputs), types(storages), tuple(map(self.changes.get, storages)))
-        program.report.graphs.setdefault(graph, []).append(tuple(input_types))
+        report.graphs.setdefault(self.graph, []).append(self.input_types)
+        return _Outcome(types(self.graph.outputs), types(self.inputs), tuple(map(self.changes.get, self.inputs)))
 
     def record(self) -> None:
         """Report the types of the graph's tensors, in addition to those of earlier passes."""
@@ -230,38 +242,44 @@ class _GraphInference:
             content[s] = type_ if s is base and len(stored) == 1 else join(now, type_)
 
     def visit(self, op: Op) -> None:
+        """Record the types of an op's results, and of what it overwrites."""
         kind, content = op.kind, self.content
         if kind.view is not None:
             add_alias(op, self.storages)
             for t in op.outputs:
                 self.result_types[t] = content[t]
             return
-        types = tuple(map(self.type_of, op.inputs))
-        if kind.overwrites is not None:
-            types = presumed_layout(types, op.modified)
-        elif kind.drops is not None and op.attributes[kind.drops.ratio]:
-            types = masked_types(types, op.operand_names().index(kind.drops.seed))
-        if not kind.is_carried_out_by_others:
-            if kind.overwrites is None and not kind.asserts and (plain := _plain_result(types)) is not None:
-                for t in op.outputs:  # the common case
-                    content[t] = plain
-                return
-            results = self.local_results(op, types)
-        elif kind.graphs:
-            content |= zip(op.outputs, self.call(op, types), strict=False)
-            return
-        elif kind.exchange:
-            results = [self.exchange(op)]
-        else:
-            results = [self.collective_result(op, types)] if kind.between_replicas else self.local_results(op, types)
-        if kind.overwrites is not None:
+        types = self.operand_types(op)
+        results = self.results(op, types)
+        if kind.overwrites is not None and not kind.graphs:  # `call` records what graphs overwrite
             self.overwrite(op, types, results[0])
-            return
-        if len(results) == 1:
+        elif len(results) == 1:
             for t in op.outputs:
                 content[t] = results[0]
         else:
             content |= zip(op.outputs, results, strict=False)
+
+    def operand_types(self, op: Op) -> tuple[ReplicaType, ...]:
+        """Types of an op's operands, as the op uses them."""
+        kind, types = op.kind, tuple(map(self.type_of, op.inputs))
+        if kind.overwrites is not None:
+            return presumed_layout(types, op.modified)
+        if kind.drops is not None and op.attributes[kind.drops.ratio]:
+            return masked_types(types, op.operand_names().index(kind.drops.seed))
+        return types
+
+    def results(self, op: Op, types: tuple[ReplicaType, ...]) -> Sequence[ReplicaType]:
+        """Result types of an op: one per result, or a single one for all."""
+        kind = op.kind
+        if not kind.is_carried_out_by_others:
+            is_plain = kind.overwrites is None and not kind.asserts  # the common case
+            plain = _plain_result(types) if is_plain else None
+            return self.local_results(op, types) if plain is None else [plain]
+        if kind.graphs:
+            return self.call(op, types)
+        if kind.exchange:
+            return [self.exchange(op)]
+        return [self.collective_result(op, types)] if kind.between_replicas else self.local_results(op, types)
 
     def overwrite(self, op: Op, types: tuple[ReplicaType, ...], result: ReplicaType) -> None:
         """Record the types of overwritten operands and results of an in-place op."""

@@ -37,6 +37,26 @@ class ProgramOps:
     draws: list[Op] = field(default_factory=list)
     products: list[Op] = field(default_factory=list)
 
+    def add(self, op: Op) -> None:
+        """Add an op to the list of its trait, if it has one."""
+        kind = op.kind
+        if kind.runs is not None:
+            self.calls.append(op)
+        elif kind.between_replicas:
+            self.collectives.append(op)
+            if "op" not in op.attributes:
+                self.moves.append(op)
+        elif kind.contracts is not None:
+            self.products.append(op)
+        elif kind.exchange:
+            self.exchanges.append(op)
+        elif kind.asserts:
+            self.statements.append(op)
+        elif kind.drops is not None:
+            self.dropouts.append(op)
+        elif kind.draws:
+            self.draws.append(op)
+
 
 def index_ops(main: Graph) -> ProgramOps:
     """Index a graph and its transitive callees, except for loops without iterations."""
@@ -52,26 +72,10 @@ def index_ops(main: Graph) -> ProgramOps:
         index.by_graph[graph] = ops
         called: dict[Graph, None] = {}
         for op in ops:
-            kind = op.kind
-            if not kind.traits:
-                continue
-            if kind.runs is not None:
-                index.calls.append(op)
-                if not kind.runs.is_loop or op.attributes[kind.runs.iterations]:
-                    called |= dict.fromkeys(op.called_graphs)
-            elif kind.between_replicas:
-                index.collectives.append(op)
-                if "op" not in op.attributes:
-                    index.moves.append(op)
-            elif kind.contracts is not None:
-                index.products.append(op)
-            elif kind.exchange:
-                index.exchanges.append(op)
-            elif kind.asserts:
-                index.statements.append(op)
-            elif kind.drops is not None:
-                index.dropouts.append(op)
-            elif kind.draws:
-                index.draws.append(op)
+            if op.kind.traits:
+                index.add(op)
+            runs = op.kind.runs
+            if runs is not None and (not runs.is_loop or op.attributes[runs.iterations]):
+                called |= dict.fromkeys(op.called_graphs)
         waiting += reversed(called)
     return index

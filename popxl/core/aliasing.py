@@ -175,9 +175,9 @@ def _changed_by_runs(op: Op, changed: dict[Graph, frozenset[int]]) -> set[int]:
 
 def overwritten(op: Op) -> frozenset[int]:
     """Positions of the inputs that an op changes; excludes by-reference inputs of callees that only read them."""
-    return (
-        op.modified & _changed_by_runs(op, {g: changed_inputs(g) for g in op.called_graphs}) if op.runs else op.modified
-    )
+    if not op.runs:
+        return op.modified
+    return op.modified & _changed_by_runs(op, {graph: changed_inputs(graph) for graph in op.called_graphs})
 
 
 def by_reference(op: Op) -> frozenset[int]:

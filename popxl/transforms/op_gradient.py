@@ -126,31 +126,38 @@ def _wishes(rule: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _wish(name: str, forward: Forward, gs: tuple[Tensor | None, ...], i: int) -> Any:
-    """Meaning of a gradient rule's parameter; see `OpKind`."""
+    """Meaning of a gradient rule's parameter, for the gradient of input `i`; see `OpKind`."""
     op = forward.op
-    if name == "g":
-        return init(op.outputs[0].shape, op.outputs[0].dtype) if gs[0] is None else gs[0]
-    if name == "gs":
-        return tuple(init(t.shape, t.dtype) if g is None else g for t, g in zip(op.outputs, gs, strict=True))
-    if name == "out":
-        return forward.read(op.outputs[0])
-    if name == "outs":
-        return tuple(forward.read(t) for t in op.outputs)
-    if name == "i":
-        return i
-    if name == "operand":
-        return forward.read(op.inputs[i])
-    if name == "operand_spec":
-        return op.inputs[i].spec
-    if name == "attributes":
-        return op.attributes
-    if name == "specs":
-        return tuple(t.spec for t in op.inputs)
+    match name:
+        case "g":
+            return init(op.outputs[0].shape, op.outputs[0].dtype) if gs[0] is None else gs[0]
+        case "gs":
+            return tuple(init(t.shape, t.dtype) if g is None else g for t, g in zip(op.outputs, gs, strict=True))
+        case "out":
+            return forward.read(op.outputs[0])
+        case "outs":
+            return tuple(forward.read(t) for t in op.outputs)
+        case "i":
+            return i
+        case "operand":
+            return forward.read(op.inputs[i])
+        case "operand_spec":
+            return op.inputs[i].spec
+        case "attributes":
+            return op.attributes
+        case "specs":
+            return tuple(t.spec for t in op.inputs)
+    return _wish_by_name(name, forward)
+
+
+def _wish_by_name(name: str, forward: Forward) -> Any:
+    """Operand, spec of an operand (`x_spec`), attribute or result that an op has under a name."""
+    op = forward.op
     operands = dict(zip(op.operand_names(), op.inputs, strict=True))
     if name in operands:
         return forward.read(operands[name])
-    if name.removesuffix("_spec") in operands:
-        return operands[name.removesuffix("_spec")].spec
+    if (operand := operands.get(name.removesuffix("_spec"))) is not None:
+        return operand.spec
     if name in op.attributes:
         return op.attributes[name]
     if isinstance(op.kind.result, tuple) and name in op.kind.result:

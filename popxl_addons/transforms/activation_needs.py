@@ -17,7 +17,7 @@ from popxl_addons.transforms.call_groups import calls_in
 
 
 def graph_needs(
-    info: GradGraphInfo, backward: popxl.Graph, name: str, model: popxl.Graph, held: int = 1, as_read: bool = False
+    info: GradGraphInfo, backward: popxl.Graph, name: str, model: popxl.Graph, live: int = 1, as_read: bool = False
 ) -> GraphNeeds:
     """Candidates of a gradient graph, ops that compute them, and their reads by the gradient.
 
@@ -25,7 +25,7 @@ def graph_needs(
         info: information of the gradient graph that takes all activations.
         backward: the gradient graph that the program calls.
         model: the graph that calls the forward graph, or the forward graph itself.
-        held: number of calls of the model that have their activations in memory at a time.
+        live: number of steps of the model that have their activations in memory at a time.
         as_read: whether activations are recomputed right before the gradient reads them.
     """
     activations = {a.tensor: a for a in candidates(info) if not a.is_gathered}  # those are gathered again
@@ -47,7 +47,7 @@ def graph_needs(
         waiting_gradients=_waiting_bytes(info, variables, backward),
         ends=tuple(accumulate(counts[:-1])),
         span=(min(positions, default=0), max(positions, default=0)),
-        held=held,
+        live_steps=live,
         as_read=as_read,
     )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import get_args
+from dataclasses import dataclass, replace
+from typing import NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
 import popxl
@@ -31,13 +32,38 @@ from popxl_addons.transforms.memory_plan import CalledGraphs, GraphPlan, MemoryP
 from popxl_addons.transforms.recomputation import recompute_activations, recomputed_ops
 
 
+class _AppliedPlan(NamedTuple):
+    """Plan of a graph as applied, the gradient before that, and the gradient graph with the treatments."""
+
+    plan: GraphPlan
+    gradient: GradGraphInfo
+    backward: popxl.Graph
+
+
+@dataclass
+class _PlannedGraph:
+    """A graph with a plan of its own.
+
+    Attributes:
+        name: its name in plans, which groups of its calls have in common.
+        calls: number of its calls.
+        requested: its plan in the given memory plan, if it has one there.
+        applied: the applied plan; `None` if no gradient flows through the graph.
+    """
+
+    name: str
+    calls: int
+    requested: GraphPlan | None = None
+    applied: _AppliedPlan | None = None
+
+
 class PlannedGradients:
     """Transform of called graphs, for `popxl.transforms.autodiff`, that applies a memory plan or policy.
 
     The planned graphs are those that the model calls directly or in its loops: usually layers. The graphs that these
-    call are parts of them, except for weights that they gather: these are gathered again where they are read. So are
-    those that the model gathers itself, except for what it gathers last: its gradient begins with that. A model without
-    calls is planned as a whole: call this with its gradient.
+    call are parts of them. Gathered weights are not part of a plan: they are gathered again where the gradient reads
+    them, except for those that the model itself gathers last, which its gradient reads first. A model without calls is
+    planned as a whole: call this with its gradient.
 
     Where the plan divides the calls of a graph into groups, each group but the first calls a copy of it from now on.
 
@@ -66,22 +92,17 @@ class PlannedGradients:
         self.memory = memory
         self._micro_batches, self._optimizer_state = micro_batches, optimizer_state
         self.model = model
-        self.calls = Counter[popxl.Graph]()
+        calls = Counter[popxl.Graph]()
         for op, times in calls_in(model):
-            self.calls[op.called_graphs[0]] += times
-        self.covers_model = not self.calls
+            calls[op.called_graphs[0]] += times
+        self.covers_model = not calls
         """Whether the model is planned as a whole: activations are then recomputed right before they are read."""
         if self.covers_model:
-            self.calls[model] = 1
-        self.names = _names(self.calls)
+            calls[model] = 1
+        self._graphs = {graph: _PlannedGraph(name, calls[graph]) for graph, name in _names(calls).items()}
         self.name = _model_name(model, memory)
         self.gradient_graph: popxl.Graph | None = None
         self._tail = _tail_of(model)
-        # By planned graph: its plan in `memory`, the plan as applied, and its gradient before that.
-        self._requested_plans: dict[popxl.Graph, GraphPlan] = {}
-        self._applied_plans: dict[popxl.Graph, GraphPlan] = {}
-        self._gradients: dict[popxl.Graph, GradGraphInfo] = {}
-        self._backward: dict[popxl.Graph, popxl.Graph] = {}  # the gradient graph with its treatments
         self._handwritten: set[popxl.Graph] = set()  # graphs whose gradients were not derived
         if isinstance(memory, MemoryPlan):
             self._divide_calls(memory)
@@ -103,13 +124,17 @@ class PlannedGradients:
             )
 
     @property
+    def names(self) -> dict[popxl.Graph, str]:
+        """Names of the planned graphs in plans."""
+        return {graph: each.name for graph, each in self._graphs.items()}
+
+    @property
     def plan(self) -> MemoryPlan:
         """The plan that was applied."""
-        applied = (self._applied_plans.get(graph) for graph in self.names)
-        made = (plan for plan in applied if plan is not None)
+        applied = (each.applied.plan for each in self._graphs.values() if each.applied is not None)
         if not isinstance(self.memory, MemoryPlan):
-            return self._plan_of(made, 0, None)
-        plan = self._plan_of(made, self.memory.budget, self.memory.called_graphs)
+            return self._plan_of(applied, 0, None)
+        plan = self._plan_of(applied, self.memory.budget, self.memory.called_graphs)
         return MemoryPlan.of_models({self.name: plan}) if self.memory.models else plan
 
     @property
@@ -117,11 +142,9 @@ class PlannedGradients:
         """Memory and time of the planned graphs, the input of a plan within a budget."""
         live = 1 if self._budget_request is None else self._budget_request.live_micro_batches.get(self.model, 1)
         return tuple(
-            graph_needs(
-                self._gradients[graph], self._backward[graph], self.names[graph], self.model, live, self.covers_model
-            )
-            for graph in self.names
-            if graph in self._gradients
+            graph_needs(each.applied.gradient, each.applied.backward, each.name, self.model, live, self.covers_model)
+            for each in self._graphs.values()
+            if each.applied is not None
         )
 
     def plan_with(
@@ -129,12 +152,14 @@ class PlannedGradients:
     ) -> MemoryPlan:
         """Plan for the same model with new treatments for groups of calls, made for a budget."""
         graphs = []
-        for graph, name in self.names.items():
-            if graph in self._gradients:
-                activations = candidates(self._gradients[graph])
-                for group in treatments[name]:
-                    lines = _lines((a, "recompute" if a.is_gathered else group.treatments[a.path]) for a in activations)
-                    graphs.append(GraphPlan(graph=name, calls=group.calls, activations=lines))
+        for each in self._graphs.values():
+            if each.applied is not None:
+                activations = candidates(each.applied.gradient)
+                for group in treatments[each.name]:
+                    lines = _planned_activations(
+                        (a, "recompute" if a.is_gathered else group.treatments[a.path]) for a in activations
+                    )
+                    graphs.append(GraphPlan(graph=each.name, calls=group.calls, activations=lines))
         return self._plan_of(graphs, budget, called_graphs)
 
     def _plan_of(self, graphs: Iterable[GraphPlan], budget: int, called_graphs: CalledGraphs | None) -> MemoryPlan:
@@ -148,40 +173,34 @@ class PlannedGradients:
 
     def __call__(self, info: GradGraphInfo) -> GradGraphInfo:
         """Gradient of a called graph, with the treatments of its plan."""
-        planned = self._planned(info)
-        if info.forward_graph is self.model:
-            self.gradient_graph = planned.graph
-        return planned
-
-    def _planned(self, info: GradGraphInfo) -> GradGraphInfo:
-        """Gradient of a called graph under its plan, which is noted in `_applied_plans`."""
         graph = info.forward_graph
         activations = candidates(info)
         share_out_before_calls(info.graph)
-        if graph not in self.names:
+        if graph in self._graphs:
+            gradient = self._planned(self._graphs[graph], info, activations)
+        else:
             saved = [a.tensor for a in activations if self._is_kept("everything", a)]
-            return info if len(saved) == len(activations) else self._recomputing(info, saved)
-        self._gradients[graph] = info
-        treatments = self._treatments(graph, activations)
+            gradient = info if len(saved) == len(activations) else self._recomputing(info, saved)
+        if graph is self.model:
+            self.gradient_graph = gradient.graph
+        return gradient
+
+    def _planned(self, planned: _PlannedGraph, info: GradGraphInfo, activations: list[Activation]) -> GradGraphInfo:
+        """Gradient of a planned graph under its plan, which is recorded as applied."""
+        treatments = self._treatments(planned, activations)
         by_treatment: dict[Treatment, list[popxl.Tensor]] = {treatment: [] for treatment in get_args(Treatment)}
         for a in activations:
             by_treatment[treatments[a.path]].append(a.tensor)
         reads = {*activation_inputs(info).values()}
         _, recomputed = recomputed_ops(info, {*by_treatment["keep"], *by_treatment["offload"]})
-        planned_tensors = reads | {*recomputed}
-        self._applied_plans[graph] = GraphPlan(
-            graph=self.names[graph],
-            calls=self.calls[graph],
-            activations=_lines((a, treatments[a.path]) for a in activations if a.tensor in planned_tensors),
-        )
-        if all(
+        lines = _planned_activations((a, treatments[a.path]) for a in activations if a.tensor in reads | {*recomputed})
+        plan = GraphPlan(graph=planned.name, calls=planned.calls, activations=lines)
+        is_saved = all(
             treatments[a.path] == "keep" and not is_transposed_input(a.tensor) for a in activations if a.tensor in reads
-        ):
-            self._backward[graph] = info.graph
-            return info
-        planned = self._recomputing(info, by_treatment["keep"], by_treatment["offload"])
-        self._backward[graph] = planned.graph
-        return planned
+        )
+        gradient = info if is_saved else self._recomputing(info, by_treatment["keep"], by_treatment["offload"])
+        planned.applied = _AppliedPlan(plan, info, gradient.graph)
+        return gradient
 
     def _recomputing(
         self, info: GradGraphInfo, keep: Sequence[popxl.Tensor], offload: Sequence[popxl.Tensor] = ()
@@ -194,12 +213,12 @@ class PlannedGradients:
 
     def with_treatments(self, infos: Mapping[popxl.Graph, GradGraphInfo]) -> dict[popxl.Graph, GradGraphInfo]:
         """Existing gradients, such as handwritten ones, with the treatments of their plans."""
-        first = {name: graph for graph, name in reversed(self.names.items())}
+        first = {each.name: graph for graph, each in reversed(self._graphs.items())}
         planned = {}
-        for graph, name in self.names.items():
-            if (info := infos.get(first[name])) is not None:
+        for graph, each in self._graphs.items():
+            if (info := infos.get(first[each.name])) is not None:
                 self._handwritten.add(graph)
-                planned[graph] = self(info if graph is first[name] else remap_grad_info(info, graph, info.graph))
+                planned[graph] = self(info if graph is first[each.name] else remap_grad_info(info, graph, info.graph))
         return planned
 
     def _is_kept(self, policy: MemoryPolicy, activation: Activation) -> bool:
@@ -207,7 +226,7 @@ class PlannedGradients:
         is_last = policy == "everything" and activation.tensor in self._tail
         return is_last or is_kept_by_policy(policy, activation)
 
-    def _treatments(self, graph: popxl.Graph, activations: list[Activation]) -> dict[str, Treatment]:
+    def _treatments(self, planned: _PlannedGraph, activations: list[Activation]) -> dict[str, Treatment]:
         """Treatment of each activation by path: by the policy, or as the plan states."""
         if not isinstance(self.memory, MemoryPlan):
             return {a.path: "keep" if self._is_kept(self.memory, a) else "recompute" for a in activations}
@@ -217,15 +236,15 @@ class PlannedGradients:
                 "plan to the same models as those that it was made for, in the same order if their names are equal; or "
                 "plan this program anew."
             )
-        planned = self._requested_plans.get(graph)
-        if planned is None:  # no gradient flowed through the graph where the plan was made
+        requested = planned.requested
+        if requested is None:  # no gradient flowed through the graph where the plan was made
             return {a.path: "keep" for a in activations}
         paths = [a.path for a in activations]
         names = {a.name: a.path for a in activations} | {a.long_path: a.path for a in activations}  # of older plans
         names |= {path: path for path in paths}
-        if missing := [a.path for a in planned.activations if a.path not in names]:
-            raise ValueError(matches_nothing(f"memory, the plan of {planned.graph}", missing, paths))
-        stated: dict[str, Treatment] = {names[a.path]: a.treatment for a in planned.activations}
+        if missing := [a.path for a in requested.activations if a.path not in names]:
+            raise ValueError(matches_nothing(f"memory, the plan of {requested.graph}", missing, paths))
+        stated: dict[str, Treatment] = {names[a.path]: a.treatment for a in requested.activations}
         return {path: stated.get(path, "recompute") for path in paths}
 
     def _divide_calls(self, plan: MemoryPlan) -> None:
@@ -234,23 +253,23 @@ class PlannedGradients:
         for graph_plan in plan.graphs:
             if graph_plan.model in ("", self.name):
                 stated.setdefault(graph_plan.graph, []).append(graph_plan)
-        if not stated.keys() <= {*self.names.values()}:
+        names = [*self.names.values()]
+        if not stated.keys() <= {*names}:
             raise ValueError(
-                f"memory: the plan is of the graphs {[*stated]}, and {self.model.title} calls "
-                f"{[*self.names.values()]}. A plan fits the program that it was made for: build that with a policy, "
-                "such as memory='everything', and take the plan that it returns."
+                f"memory: the plan is of the graphs {[*stated]}, and {self.model.title} calls {names}. A plan fits the "
+                "program that it was made for: build that with a policy, such as memory='everything', and take the "
+                "plan that it returns."
             )
-        names: dict[popxl.Graph, str] = {}
-        for graph, name in self.names.items():
-            groups, graphs = stated.get(name, []), [graph]
-            if len(groups) > 1:
-                counts = [graph_plan.calls for graph_plan in groups]
-                graphs = divide_calls(self.model, graph, counts)
-                for copy, count in zip(graphs, counts, strict=True):
-                    self.calls[copy] = count
-            names.update(dict.fromkeys(graphs, name))
-            self._requested_plans.update(zip(graphs, groups, strict=False))
-        self.names = names
+        graphs: dict[popxl.Graph, _PlannedGraph] = {}
+        for graph, planned in self._graphs.items():
+            groups = stated.get(planned.name, [])
+            if len(groups) <= 1:
+                graphs[graph] = replace(planned, requested=next(iter(groups), None))
+                continue
+            copies = divide_calls(self.model, graph, [group.calls for group in groups])
+            for copy, group in zip(copies, groups, strict=True):
+                graphs[copy] = _PlannedGraph(planned.name, group.calls, group)
+        self._graphs = graphs
 
 
 _named: WeakKeyDictionary[popxl.Ir, list[tuple[MemoryPlan | MemoryPolicy, str]]] = WeakKeyDictionary()
@@ -280,7 +299,7 @@ def _compile_for(plan: MemoryPlan, ir: popxl.Ir) -> None:
 
 
 def _tail_of(model: popxl.Graph) -> set[popxl.Tensor]:
-    """Ops of a model after its last call of a graph that gathers weights."""
+    """Tensors that a model computes after its last call of a graph that gathers weights."""
     results: set[popxl.Tensor] = set()
     for op in reversed(model.ops):
         if gathers_weights(op):
@@ -299,8 +318,8 @@ def _names(graphs: Iterable[popxl.Graph]) -> dict[popxl.Graph, str]:
     return names
 
 
-def _lines(treated: Iterable[tuple[Activation, Treatment]]) -> tuple[PlannedActivation, ...]:
-    """The activations of a plan, with their operations."""
+def _planned_activations(treated: Iterable[tuple[Activation, Treatment]]) -> tuple[PlannedActivation, ...]:
+    """Lines of a plan: activations with their treatments and operations."""
     planned = {a.tensor: (a, treatment) for a, treatment in treated}
     return tuple(
         PlannedActivation(

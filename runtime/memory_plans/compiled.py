@@ -114,7 +114,7 @@ class Compiled(NamedTuple):
         weight = self.weight(planned[fullest])
         fixed = {ipu: size / weight - planned[ipu] for ipu, size in self.bytes_of_ipus.items()}
         return [
-            replace(g, device_bytes=max(fixed[ipu] - fixed[fullest] for ipu in g.ipus & fixed.keys() or [fullest]))
+            replace(g, device_bytes=max(fixed[ipu] - fixed[fullest] for ipu in fixed.keys() & g.ipus or [fullest]))
             for g in graphs
         ]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from popxl.base.liveness import last_uses
 from popxl.base.memory_requests import RequestedMemory
@@ -14,18 +14,41 @@ from runtime.memory_plans.needs import GraphNeeds
 from runtime.memory_plans.solver import Treatments
 
 
+class PlannedModel(Protocol):
+    """Model to which a memory plan was applied. Plans are values of the kit that applies them."""
+
+    name: str
+    model: Graph
+    covers_model: bool
+    gradient_graph: Graph | None
+
+    @property
+    def names(self) -> Mapping[Graph, str]:
+        """Names of the planned graphs, which the model calls."""
+
+    @property
+    def needs(self) -> Sequence[GraphNeeds]:
+        """Memory and time of these graphs."""
+
+    @property
+    def plan(self) -> Any:
+        """The applied plan."""
+
+    def plan_with(self, treatments: Treatments, *constraints: Any) -> Any:
+        """Plan with other treatments."""
+
+
 class PlannedModels:
     """Models of a program with a common memory plan.
 
     Several models have names: the plan states them, and the names of graphs in `needs` begin with them.
 
     Args:
-        models: objects that applied the plan, at least one: the `needs` of each are the graphs that its `model` calls,
-            its `plan` is the applied plan, and `plan_with(treatments)` another one.
+        models: models to which the plan was applied, at least one.
         requested: request under which they were built.
     """
 
-    def __init__(self, models: Sequence[Any], requested: RequestedMemory) -> None:
+    def __init__(self, models: Sequence[PlannedModel], requested: RequestedMemory) -> None:
         self._requested = requested
         self.by_name = {each.name if len(models) > 1 else "": each for each in models}
 
@@ -93,7 +116,7 @@ class PlannedModels:
                         ends=() if is_shared else g.ends,
                         model=name,
                         live_models={
-                            other: needs[other][0].held if count is None else count
+                            other: needs[other][0].live_steps if count is None else count
                             for other, count in waiting.items()
                             if count != 0 and needs[other]
                         },

@@ -110,7 +110,7 @@ class GraphNeeds:
         gradients: bytes that a backward call leaves until the end of the step: gradients of variables.
         ends: possible sizes of a first group of calls.
         span: first and last of its calls, among those of all graphs in the order of the step.
-        held: number of steps that have their activations in memory at a time: micro-batches of a pipeline's stage.
+        live_steps: number of steps with activations in memory at a time: micro-batches of a pipeline's stage.
         as_read: whether activations are recomputed right before they are read; else when the backward call begins.
         waiting_gradients: `gradients` where variables are updated as soon as possible: gradients of updates that wait
             for others, as for a norm of all.
@@ -118,7 +118,7 @@ class GraphNeeds:
         live_models: other models with activations on the same device while this model is differentiated, each with the
             number of its calls that wait for their gradients.
         ended_models: other models with gradients on the same device meanwhile.
-        ipus: IPUs that call the model.
+        ipus: IPUs that call the model; `None` for calls without one.
         device_bytes: bytes that its device has in use besides, more than the fullest device.
     """
 
@@ -131,13 +131,13 @@ class GraphNeeds:
     gradients: int = 0
     ends: tuple[int, ...] = ()
     span: tuple[int, int] = (0, 0)
-    held: int = 1
+    live_steps: int = 1
     as_read: bool = False
     waiting_gradients: int = 0
     model: str = ""
     live_models: Mapping[str, int] = field(default_factory=dict)
     ended_models: frozenset[str] = frozenset()
-    ipus: frozenset[int] = frozenset()
+    ipus: frozenset[int | None] = frozenset()
     device_bytes: float = 0.0
 
     def divided(self, devices: int) -> GraphNeeds:

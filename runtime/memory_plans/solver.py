@@ -212,7 +212,7 @@ class _IntegerProgram:
         objective = [1e3 * seconds / total for seconds in self._seconds]
         most_megabytes = float("inf") if limit is None else limit / 1e6
         if limit is None:  # among those with the same peak, one that keeps little
-            saved = _merged(each.saved_by_all(each.graph.held) for each in self._all_groups)
+            saved = _merged(each.saved_by_all(each.graph.live_steps) for each in self._all_groups)
             objective = [_REST * saved.get(column, 0.0) / 1e6 for column in range(count)]
         result = milp(
             [*objective, 1.0 if limit is None else 0.0],
@@ -356,7 +356,9 @@ class _IntegerProgram:
             g = model[0].graph
             waiting = [each for each in self._all_groups if each.graph.model in g.live_models]
             waiting_row = _merged(each.saved_by_all(g.live_models[each.graph.model]) for each in waiting)
-            own_row = _merged(each.saved_by_all(each.graph.held - 1) for each in model if each.graph.held > 1)
+            own_row = _merged(
+                each.saved_by_all(each.graph.live_steps - 1) for each in model if each.graph.live_steps > 1
+            )
             ended = [each for each in self._all_groups if each.graph.model in g.ended_models]
             fixed = g.device_bytes + sum(each.graph.gradients * each.calls for each in ended)
             for row, own_fixed in self._moments_of_model(model):

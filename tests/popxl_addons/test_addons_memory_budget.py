@@ -513,13 +513,13 @@ def test_a_stage_holds_the_micro_batches_that_its_schedule_says(schedule: Any, h
             with p.stage(5), popxl.ipu(0):
                 addons.host_store(x)
     (applied,) = requested.applied
-    assert [each.held for each in applied.needs] == [held]
+    assert [each.live_steps for each in applied.needs] == [held]
 
 
 def test_micro_batches_that_are_held_count() -> None:
     """Of three, two wait with all that is kept."""
     op = OpNeeds((), ("a",), 10**9, 10**6, "float32")
-    g = GraphNeeds("g", 2, {"a": 10**7}, {"a": (0, 0)}, (op,), held=3)
+    g = GraphNeeds("g", 2, {"a": 10**7}, {"a": (0, 0)}, (op,), live_steps=3)
     assert keep_all([g], "read").bytes == 6 * 10**7
     found = solve([g], 25e6, None, ())
     assert found is not None and found.bytes <= 25e6

@@ -201,7 +201,7 @@ def test_models_count_while_they_wait_for_their_gradients() -> None:
     assert both["Layers/Layer"].ended_models == {"Loss"} and not both["Loss/Layer"].ended_models
     stages = needs(pipeline)
     assert all(not g.live_models and not g.ended_models for g in stages.values())  # each device has one of them
-    assert [(g.held, *g.ipus) for g in stages.values()] == [(2, 0), (1, 1)]
+    assert [(g.live_steps, *g.ipus) for g in stages.values()] == [(2, 0), (1, 1)]
     assert stages["Layers/Layer"].device_bytes == 0.0
     for models, combine in ((steps, max), (both, sum)):
         assert most_gradients([*models.values()]) == combine(g.gradients * g.calls for g in models.values())

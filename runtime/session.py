@@ -1,7 +1,7 @@
 """`Session`: compilation and execution of an Ir. Takes a finished Ir; each run maps input arrays to output arrays.
 
-Programs import it as `popxl.Session`. Its reports are in `runtime.session_inspection`, access to its variables in
-`runtime.session_variables`.
+Programs import it as `popxl.Session`. Its bases have its reports, in `runtime.session_inspection`, and the compiled
+program with access to its variables, in `runtime.session_variables`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 
 from popxl.analysis.ambiguity import check_in_place_order
 from popxl.analysis.dot import write_checkpoint
-from popxl.analysis.edits import Snapshot
 from popxl.analysis.lints import run_lints, warn_of_crossing_updates
 from popxl.analysis.transfers import warn_of_unused_transfers
 from popxl.base.arguments import check_type
@@ -28,19 +27,16 @@ from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from runtime.costs.memory import warn_of_exceeded_budget
 from runtime.files.session_files import load_session, write
 from runtime.lowering.channels import channels_of
-from runtime.machine import Machine
 from runtime.program.compiled import Precompiled
 from runtime.program.host_arrays import HostArrays, Outputs
-from runtime.program.store import VariableStore
 from runtime.session_inspection import SessionInspection
-from runtime.session_variables import SessionVariables
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
 
 __all__ = ["Session"]
 
 
-class Session(SessionInspection, SessionVariables):
+class Session(SessionInspection):
     """Compiled Ir with variables, ready for any number of runs.
 
     Threads may share a session, or have sessions of one Ir: their calls take turns. Sessions of one Ir share the host
@@ -78,8 +74,6 @@ class Session(SessionInspection, SessionVariables):
         >>> session.get_tensor_data(weight)
     """
 
-    machine: ClassVar[Machine] = Machine()
-
     def __init__(
         self, ir: Ir, device_desc: str | Device | Target = "cpu", weights_to_host_on_exit: bool = True
     ) -> None:
@@ -95,33 +89,26 @@ class Session(SessionInspection, SessionVariables):
         check_type(ir, Ir, "Session: `ir`", "an Ir")
         if not ir.main_graph.ops and all(v.piece is None for v in ir.main_graph.variables):
             raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
-        if ir.options.enableInplaceAmbiguityChecking and precompiled is None:
-            check_in_place_order(ir.main_graph)
         if precompiled is None:
+            if ir.options.enableInplaceAmbiguityChecking:
+                check_in_place_order(ir.main_graph)
             warn_of_unused_transfers(ir)
             run_lints(ir.main_graph)
             warn_of_crossing_updates(ir.main_graph)
         if ir.rounding_key in channels_of(ir.main_graph):
             ensure_seed(ir)
-        self._ir = ir
-        self._device = self.machine.device(device_desc, ir)
+        device = self.machine.device(device_desc, ir)
         write_checkpoint(ir, "Final")
-        self.program = self.machine.program(ir, self._device, precompiled)
+        super().__init__(ir, device, precompiled)
         warn_of_exceeded_budget(ir, self.program)
-        self.runner = self.machine.runner(self.program)
-        if self.runner is None:
-            self._store = VariableStore(self.program.layout)  # stays empty
-        else:
-            self._store, self._run = self.runner.store, self.runner.run
+        if self.runner is not None:
+            self._run = self.runner.run
         comes_back = self.runner is not None and not self._is_memory_map
         self.weights_to_host_on_exit = weights_to_host_on_exit and comes_back
-        self._snapshot = Snapshot(ir.main_graph)
         self._known_edits = ir.edits.compiled = ir.edits.count
         self._was_attached_stack: list[bool] = []
         self._host_arrays = HostArrays(self.program.layout)
         self._output_streams = self.program.layout.outputs
-        self._lock = self._store.lock
-        self._owners: dict[Variable, tuple[Session, Variable]] = {}  # of variables owned by other sessions
         if self._can_run:
             self.weights_from_host()
 

@@ -1,14 +1,12 @@
-"""Inspection methods of `runtime.session.Session`: reports on the compiled program, recordings of runs."""
+"""`SessionInspection`, a base of `runtime.session.Session`: reports on its program, and recordings of its runs."""
 
 from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 from popxl.analysis.edits import Snapshot
 from popxl.analysis.memory import Memory
-from popxl.base.copies import NotCopyable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime.costs.communication import CommunicationReport, communication_of_program
@@ -17,23 +15,20 @@ from runtime.costs.executables import texts
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
 from runtime.inspection import report_of
-from runtime.program.compiled import CompiledProgram
-from runtime.program.run import Runner
+from runtime.program.compiled import Precompiled
 from runtime.report import Report
+from runtime.session_variables import SessionVariables
+from runtime.targets.devices import Device
 from runtime.timeline import Timeline
 from runtime.traces import traced
 
 
-class SessionInspection(NotCopyable):
+class SessionInspection(SessionVariables):
     """Reports on a session's program, and recordings of its runs."""
 
-    if TYPE_CHECKING:  # of `Session`
-        _ir: Ir
-        _snapshot: Snapshot
-        program: CompiledProgram
-        runner: Runner | None
-
-        def _runner_for(self, what: str) -> Runner: ...
+    def __init__(self, ir: Ir, device: Device, precompiled: Precompiled | None = None) -> None:
+        super().__init__(ir, device, precompiled)
+        self._snapshot = Snapshot(ir.main_graph)
 
     @property
     def report(self) -> Report:

@@ -1,15 +1,15 @@
-"""Variable methods of `runtime.session.Session`: reading, writing, uploads and downloads."""
+"""`SessionVariables`, the base of `runtime.session.Session`: a compiled program, and access to its variables."""
 
 from __future__ import annotations
 
 import numbers
-import threading
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from popxl.base.arguments import check_type
+from popxl.base.copies import NotCopyable
 from popxl.base.log import Logger
 from popxl.base.pages import listed
 from popxl.base.source import SourceLocation, warn_at
@@ -19,7 +19,7 @@ from popxl.errors import LostUpdateWarning
 from popxl.ir import Ir
 from popxl.utils import narrowed
 from runtime.machine import Machine
-from runtime.program.compiled import CompiledProgram
+from runtime.program.compiled import Precompiled
 from runtime.program.run import Runner
 from runtime.program.store import VariableStore
 from runtime.signals import defer_signals
@@ -28,18 +28,19 @@ from runtime.targets.devices import Device
 _log = Logger("session")
 
 
-class SessionVariables:
-    """Access to a session's variables on host and device."""
+class SessionVariables(NotCopyable):
+    """Compiled program with its variables, on the host and on a device."""
 
-    if TYPE_CHECKING:  # of `Session`
-        _ir: Ir
-        machine: ClassVar[Machine]
-        program: CompiledProgram
-        runner: Runner | None
-        _store: VariableStore
-        _lock: threading.RLock
-        _device: Device
-        _owners: Mapping[Variable, tuple[SessionVariables, Variable]]
+    machine: ClassVar[Machine] = Machine()
+
+    def __init__(self, ir: Ir, device: Device, precompiled: Precompiled | None = None) -> None:
+        self._ir, self._device = ir, device
+        self.program = self.machine.program(ir, device, precompiled)
+        self.runner = self.machine.runner(self.program)
+        # Offline targets have a store, too, which stays empty.
+        self._store = VariableStore(self.program.layout) if self.runner is None else self.runner.store
+        self._lock = self._store.lock
+        self._owners: dict[Variable, tuple[Any, Variable]] = {}  # other sessions that own variables, with theirs
 
     @property
     def is_attached(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -121,64 +121,90 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     unstacked, iteration by iteration. Gradients of rows are stacked.
     """
     op = forward.op
-    wrapper, count, carried = (op.attributes[name] for name in ("graph", "repeat_count", "carried"))
-    own_inputs, results = wrapper.inputs[EXTRA_INPUTS:], _carried(op)
-    flowing = [k for k, t in enumerate(results) if t.dtype.is_inexact]
-    if count == 0:  # the results are the carried inputs themselves, and `returns` says that the wrapper does not matter
+    flowing = [k for k, t in enumerate(_carried(op)) if t.dtype.is_inexact]
+    if op.attributes["repeat_count"] == 0:  # the results are the carried inputs; to `returns`, the wrapper is nothing
         return {k: g for k in flowing if (g := gs[k]) is not None}
-    info = forward.differentiate(wrapper)
-    if info is None:
-        return {}
-    invariants = [t for t in info.outputs if t in own_inputs[carried:]]
-    rows = rows_of(wrapper)
-    row_gradients = [t for t in info.outputs if t in rows]
+    info = forward.differentiate(op.attributes["graph"])
+    return {} if info is None else _GradientLoop(forward, info, flowing).build(gs)
 
-    ir = wrapper.ir
-    initial: list[Tensor] = []
-    body = ir.create_empty_graph(f"{info.graph.id}__loop_wrapper")
 
-    def add_input(t: Tensor, value: Tensor, what: str = "") -> Tensor:
-        initial.append(value)
-        return body.add_input(value.spec, what + t.name, path=what + t.path)
+class _GradientLoop:
+    """Builder of the loop that differentiates a loop.
 
-    iteration, go_on = body.add_input(TensorSpec((), dtypes.int32), "iteration"), body.add_input(_FLAG, "keep_going")
-    seeds = {k: add_input(results[k], seed_or_zeros(gs[k], results[k]), "Gradient___") for k in flowing}
-    sums = {t: add_input(t, init(t.shape, t.dtype), "Gradient___") for t in invariants}
-    of_stacks = [
-        (t, add_input(t, g, "Gradient___"))
-        for t, g in zip(wrapper.outputs[EXTRA_OUTPUTS + carried :], gs[carried:], strict=False)  # some are just added
-        if g is not None
-    ]
-    invariant: dict[Tensor, Tensor] = {}
-    stacks: dict[Tensor, Tensor] = {}
-    for t in (expected.fwd_tensor for expected in info.expected_inputs if expected.is_activation):
-        if t in own_inputs[carried:]:
-            invariant[t] = add_input(t, forward.read(op.inputs[own_inputs.index(t)]))
-        elif t in rows:
-            stacks[t] = add_input(rows[t], forward.read(op.inputs[own_inputs.index(rows[t])]))
-        elif t not in wrapper.inputs[:EXTRA_INPUTS]:
-            stacks[t] = add_input(t, forward.read(_stack_of(op, t)))
-    with body:
-        values = {wrapper.inputs[0]: iteration, wrapper.inputs[1]: go_on} | invariant
-        arrived = [(results[k], seed) for k, seed in seeds.items()]
-        values |= {t: _stack_row(stack, iteration, t) for t, stack in stacks.items()}
-        arrived += [(t, _stack_row(stack, iteration, t)) for t, stack in of_stacks]
-        operands = [
-            values[expected.fwd_tensor] if expected.is_activation else _total(expected.fwd_tensor, arrived)
-            for expected in info.expected_inputs
-        ]
-        gradients = call_gradient_graph(info, operands)
-        for t in (go_on, *(seed_or_zeros(gradients.get(own_inputs[k]), results[k]) for k in flowing)):
-            body.add_output(t)
-        for t in invariants:
-            body.add_output(sums[t] + gradients[t])
-        for t in row_gradients:
-            body.add_output(gradients[t])
-    backwards, overlap = (op.attributes.get(name, False) for name in ("backwards", "overlap"))
-    sources = [*(own_inputs[k] for k in flowing), *invariants, *(rows[t] for t in row_gradients)]
-    num_carried, names = len(flowing) + len(invariants), loop_names(body, EXTRA_OUTPUTS)
-    loop = loop_op(body, tuple(initial), count, num_carried, names, not backwards, overlap)
-    return dict(zip(map(own_inputs.index, sources), loop.outputs, strict=True))
+    Args:
+        info: gradient of the wrapper.
+        flowing: positions of the carried values with gradients.
+    """
+
+    def __init__(self, forward: Any, info: Any, flowing: Sequence[int]) -> None:
+        self._forward, self._op, self._info, self._flowing = forward, forward.op, info, flowing
+        self._wrapper = self._op.attributes["graph"]
+        self._own_inputs = self._wrapper.inputs[EXTRA_INPUTS:]
+        self._others = self._own_inputs[self._op.attributes["carried"] :]  # inputs that the loop does not carry
+        self._rows = rows_of(self._wrapper)
+        self._body = self._wrapper.ir.create_empty_graph(f"{info.graph.id}__loop_wrapper")
+        self._initial: list[Tensor] = []
+
+    def build(self, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
+        """Add the loop. Returns the gradients of the forward loop's inputs, by position."""
+        op, info, body, wrapper, own_inputs = self._op, self._info, self._body, self._wrapper, self._own_inputs
+        results, carried = _carried(op), op.attributes["carried"]
+        summed = [t for t in info.outputs if t in self._others]
+        row_gradients = [t for t in info.outputs if t in self._rows]
+        iteration, go_on = (
+            body.add_input(TensorSpec((), dtypes.int32), "iteration"),
+            body.add_input(_FLAG, "keep_going"),
+        )
+        seeds = [(results[k], self._seed(results[k], seed_or_zeros(gs[k], results[k]))) for k in self._flowing]
+        sums = {t: self._seed(t, init(t.shape, t.dtype)) for t in summed}
+        stacked = zip(wrapper.outputs[EXTRA_OUTPUTS + carried :], gs[carried:], strict=False)  # some are just added
+        of_stacks = [(t, self._seed(t, g)) for t, g in stacked if g is not None]
+        values, stacks = self._add_activations()
+        values |= {wrapper.inputs[0]: iteration, wrapper.inputs[1]: go_on}
+        with body:
+            values |= {t: _stack_row(stack, iteration, t) for t, stack in stacks.items()}
+            arrived = [*seeds, *((t, _stack_row(stack, iteration, t)) for t, stack in of_stacks)]
+            operands = [
+                values[expected.fwd_tensor] if expected.is_activation else _total(expected.fwd_tensor, arrived)
+                for expected in info.expected_inputs
+            ]
+            gradients = call_gradient_graph(info, operands)
+            carried_gradients = [seed_or_zeros(gradients.get(own_inputs[k]), results[k]) for k in self._flowing]
+            totals = [sums[t] + gradients[t] for t in summed]
+            for t in (go_on, *carried_gradients, *totals, *(gradients[t] for t in row_gradients)):
+                body.add_output(t)
+        count, backwards, overlap = map(op.attributes.get, ("repeat_count", "backwards", "overlap"))
+        num_carried, names = len(self._flowing) + len(summed), loop_names(body, EXTRA_OUTPUTS)
+        loop = loop_op(body, tuple(self._initial), count, num_carried, names, not backwards, bool(overlap))
+        sources = [*(own_inputs[k] for k in self._flowing), *summed, *(self._rows[t] for t in row_gradients)]
+        return dict(zip(map(own_inputs.index, sources), loop.outputs, strict=True))
+
+    def _add_input(self, t: Tensor, value: Tensor, prefix: str = "") -> Tensor:
+        """Add an input for a forward tensor, with its value before the first iteration."""
+        self._initial.append(value)
+        return self._body.add_input(value.spec, prefix + t.name, path=prefix + t.path)
+
+    def _seed(self, t: Tensor, value: Tensor) -> Tensor:
+        """Add an input for the gradient of a forward tensor."""
+        return self._add_input(t, value, "Gradient___")
+
+    def _add_activations(self) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
+        """Add inputs for the activations that the gradient reads: values of all iterations, and stacks of values."""
+        values: dict[Tensor, Tensor] = {}
+        stacks: dict[Tensor, Tensor] = {}
+        read = self._forward.read
+        for t in (expected.fwd_tensor for expected in self._info.expected_inputs if expected.is_activation):
+            if t in self._others:
+                values[t] = self._add_input(t, read(self._operand(t)))
+            elif t in self._rows:
+                stacks[t] = self._add_input(self._rows[t], read(self._operand(self._rows[t])))
+            elif t not in self._wrapper.inputs[:EXTRA_INPUTS]:
+                stacks[t] = self._add_input(t, read(_stack_of(self._op, t)))
+        return values, stacks
+
+    def _operand(self, t: Tensor) -> Tensor:
+        """Operand of the forward loop for an input of its wrapper."""
+        return self._op.inputs[self._own_inputs.index(t)]
 
 
 def _stack_row(stack: Tensor, iteration: Tensor, t: Tensor) -> Tensor:

@@ -64,21 +64,27 @@ def to_data(value: Any, name: str) -> Any:
         return {"anchor": [to_data(each, name) for each in vars(value).values()]}
     if isinstance(value, TensorLocationSettings):
         return {"location": to_data(value._values(), name)}
-    if parser_of(value) is None:  # which finds the tensors in an order of its own
-        if isinstance(value, tuple | list):
-            items = [to_data(each, f"{name}[{i}]") for i, each in enumerate(value)]
-            return items if kind is list else _of_class(value, (list, tuple), items, getattr(value, "_fields", ()))
-        if isinstance(value, dict):
-            pairs = [[to_data(key, name), to_data(each, f"{name}[{key!r}]")] for key, each in value.items()]
-            return _of_class(value, (OrderedDict, dict), pairs)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-            items = [to_data(getattr(value, field), f"{name}.{field}") for field in fields]
-            return _of_class(value, (object,), items, fields)
+    if parser_of(value) is None and (container := _container_data(value, name)) is not None:
+        return container  # a parser finds the tensors in an order of its own
     raise createPoptorchError(
         f"{name} is {value!r}, a {kind.__name__}, which cannot be saved: a file holds numbers, strings, tensors, "
         "dtypes and tuples, lists, dictionaries and dataclasses of these, and no code."
     )
+
+
+def _container_data(value: Any, name: str) -> Any:
+    """Serialize a tuple, list, dictionary or dataclass; `None` for another value."""
+    if isinstance(value, tuple | list):
+        items = [to_data(each, f"{name}[{i}]") for i, each in enumerate(value)]
+        return items if type(value) is list else _of_class(value, (list, tuple), items, getattr(value, "_fields", ()))
+    if isinstance(value, dict):
+        pairs = [[to_data(key, name), to_data(each, f"{name}[{key!r}]")] for key, each in value.items()]
+        return _of_class(value, (OrderedDict, dict), pairs)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        items = [to_data(getattr(value, field), f"{name}.{field}") for field in fields]
+        return _of_class(value, (object,), items, fields)
+    return None
 
 
 def _of_class(value: Any, bases: Sequence[type], items: list[Any], fields: Sequence[str] = ()) -> dict[str, Any]:
@@ -133,8 +139,8 @@ def from_data(data: Any) -> Any:
             return Anchor(*map(from_data, items))
         case {"location": settings}:
             return TensorLocationSettings()._set(**from_data(settings))
-        case {"class": str(path), "fields": list(fields), **held} if len(held) == 1:
-            return _like_class(path, [str(field) for field in fields], *held.items())
+        case {"class": str(path), "fields": list(fields), **content} if len(content) == 1:
+            return _like_class(path, [str(field) for field in fields], *content.items())
         case {"tuple": list(items)}:
             return tuple(map(from_data, items))
         case {"dict": list(items)}:
@@ -144,19 +150,16 @@ def from_data(data: Any) -> Any:
     raise ValueError(f"{data!r} is no value")
 
 
-def _like_class(path: str, fields: list[str], held: tuple[Any, Any]) -> Any:
+def _like_class(path: str, fields: list[str], content: tuple[Any, Any]) -> Any:
     """Create an object of a class named by a file; see this module's docstring."""
-    what, data = held
+    what, data = content
     base = next((base for base, name in _CONTAINERS.items() if name == what), None)
     if base is None:
         raise ValueError(f"{what!r} is no container")
     items = from_data(data) if base in (object, list) else from_data({what: data})
     kind = _imported(path, base)
-    if (
-        kind is not None
-        and (made := _create_instance(kind, base, fields, items)) is not None
-        and parser_of(made) is None
-    ):
+    made = None if kind is None else _create_instance(kind, base, fields, items)
+    if made is not None and parser_of(made) is None:
         return made
     title = path.rpartition(".")[2].rpartition(":")[2]
     if not title.isidentifier():
@@ -174,10 +177,10 @@ def _imported(path: str, base: type) -> type | None:
     module, _, names = path.partition(":")
     if module.partition(".")[0] in sys.stdlib_module_names:
         return None
-    place: Any = sys.modules.get(module)
+    found: Any = sys.modules.get(module)
     for name in names.split("."):
-        place = vars(place).get(name) if isinstance(place, type | ModuleType) else None
-    return place if isinstance(place, type) and issubclass(place, base) else None
+        found = vars(found).get(name) if isinstance(found, type | ModuleType) else None
+    return found if isinstance(found, type) and issubclass(found, base) else None
 
 
 def _create_instance(kind: type, base: Any, fields: Sequence[str], items: Any) -> Any:

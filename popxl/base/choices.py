@@ -93,11 +93,11 @@ def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
     wanted = _from_environment().get(name)
     if wanted is None:
         return values[0]
-    for value in values:
-        if str(value) == wanted:
-            choices.fixed[name] = value
-            return value
-    raise ValueError(f"choice: {VARIABLE} says {name}={wanted}, expected one of {', '.join(map(str, values))}.")
+    found = [value for value in values if str(value) == wanted]
+    if not found:
+        raise ValueError(f"choice: {VARIABLE} says {name}={wanted}, expected one of {', '.join(map(str, values))}.")
+    choices.fixed[name] = found[0]
+    return found[0]
 
 
 def check_environment() -> None:

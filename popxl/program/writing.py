@@ -186,6 +186,13 @@ class _Writer:
             **({"reads_outputs": True} if of.reads_outputs else {}),  # earlier files lack it
         }
 
+    def merged_op(self, op: MergedOp) -> dict[str, Any]:
+        """Parts of an op that was merged into another one."""
+        known = {f.name: getattr(op, f.name) for f in fields(MergedOp) if f.name not in ("kind", "source")}
+        source = [op.source.file, op.source.line, op.source.function]
+        saved = {name: self.value(value, f"`{name}` of {op!r}") for name, value in known.items()}
+        return {"kind": self.kind(op.kind, op), "source": source, **saved}
+
     def value(self, value: Any, what: str) -> Any:
         """Encode a value as JSON. Types without JSON form become single-key objects named after the type."""
         if value is None or isinstance(value, str):
@@ -203,10 +210,7 @@ class _Writer:
         if isinstance(value, Graph):
             return {"graph": value.id}
         if isinstance(value, MergedOp):
-            known = {f.name: getattr(value, f.name) for f in fields(MergedOp) if f.name not in ("kind", "source")}
-            source = [value.source.file, value.source.line, value.source.function]
-            saved = {name: self.value(v, f"`{name}` of {value!r}") for name, v in known.items()}
-            return {"part": {"kind": self.kind(value.kind, value), "source": source, **saved}}
+            return {"part": self.merged_op(value)}
         if isinstance(value, Stream):
             return {"stream": [type(value).__name__, value.tensor_id]}
         if isinstance(value, RemoteBuffer):

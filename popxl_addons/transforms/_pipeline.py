@@ -274,6 +274,11 @@ class Pipelining:
                 f"pipelined_execution: {self.graph.title} returns {outputs}, which the pipeline computes anew for each "
                 "micro-batch. Write it into a tensor from outside, or store it to the host."
             )
+        self._check_updates(by_stage, makers)
+        _check_streams(by_stage)
+
+    def _check_updates(self, by_stage: Sequence[Sequence[Op]], makers: Mapping[popxl.Tensor, int]) -> None:
+        """Raise `ValueError` for an update of a tensor from outside through an alias that another stage makes."""
         storages_of = storages(self.graph.ops)
         for s, members in enumerate(by_stage):
             for t in (op.inputs[i] for op in members for i in op.modified):
@@ -282,15 +287,19 @@ class Pipelining:
                         f"pipelined_execution: stage {s} changes a tensor from outside in place by way of {t!r}, which "
                         f"is an alias of it that another stage makes. Make the alias in stage {s}."
                     )
-        users: dict[Any, int] = {}
-        for s, members in enumerate(by_stage):
-            for stream in _streams(members):
-                if users.setdefault(stream, s) != s:
-                    raise ValueError(
-                        f"pipelined_execution: the stages {users[stream]} and {s} both use {stream}, but work on "
-                        "different micro-batches at a time, so the order of its elements would change. Use it in one "
-                        "stage; `stash_and_restore_tensor` takes the value to or from the other."
-                    )
+
+
+def _check_streams(by_stage: Sequence[Sequence[Op]]) -> None:
+    """Raise `ValueError` for a stream that several stages use."""
+    users: dict[Any, int] = {}
+    for s, members in enumerate(by_stage):
+        for stream in _streams(members):
+            if users.setdefault(stream, s) != s:
+                raise ValueError(
+                    f"pipelined_execution: the stages {users[stream]} and {s} both use {stream}, but work on "
+                    "different micro-batches at a time, so the order of its elements would change. Use it in one "
+                    "stage; `stash_and_restore_tensor` takes the value to or from the other."
+                )
 
 
 def _makers(by_stage: Iterable[Iterable[Op]]) -> dict[popxl.Tensor, int]:

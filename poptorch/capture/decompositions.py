@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch._higher_order_ops.flex_attention import flex_attention
+from torch.utils import _pytree as pytree
 
 from poptorch.capture.tensor_layout import overlaps, update_passes
 from poptorch.capture.torch_private import without_modes
@@ -179,6 +181,29 @@ def _tensor_split(input: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch
     if (read := kwargs.pop("tensor_indices_or_sections", None)) is not None:
         args = (read.tolist(), *args)
     return tuple(torch.ops.aten.tensor_split(input, *args, **kwargs))
+
+
+def _holds_tensors(data: Any) -> bool:
+    return isinstance(data, list | tuple) and any(isinstance(e, torch.Tensor) or _holds_tensors(e) for e in data)
+
+
+def with_stacked_numbers(data: Any) -> Any:
+    """Argument of `torch.tensor`: a list with numbers in tensors becomes a tensor, of the dtype that PyTorch infers."""
+    if not _holds_tensors(data):
+        return data
+    dtypes = (e.dtype if isinstance(e, torch.Tensor) else torch.tensor(e).dtype for e in pytree.tree_leaves(data))
+    dtype = reduce(torch.promote_types, dtypes)
+
+    def stack(data: Any) -> torch.Tensor:
+        if isinstance(data, list | tuple):
+            return torch.stack(list(map(stack, data)))
+        if not isinstance(data, torch.Tensor):
+            return torch.tensor(data, dtype=dtype)
+        if data.numel() != 1:
+            raise ValueError("only one element tensors can be converted to Python scalars")
+        return data.detach().reshape(()).to(dtype)
+
+    return stack(data)
 
 
 COMPOSED: Mapping[Any, Callable[..., Any]] = {

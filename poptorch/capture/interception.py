@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from poptorch.capture.captured_constants import is_users
-from poptorch.capture.decompositions import COMPOSED
+from poptorch.capture.decompositions import COMPOSED, with_stacked_numbers
 from poptorch.capture.devices import ASKING, IPU, LIKE_ANOTHER, on_cpu
 from poptorch.capture.indexing import getitem, narrow, select, setitem
 from poptorch.capture.number_inputs import holds_counters, with_numbers
@@ -106,6 +107,20 @@ def _indexing(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args, **kwargs: function(self._tracer.contents, self.row_views, *args, **kwargs)
 
 
+def _making(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Handler for a function that makes a tensor of numbers, some of which may be in tensors."""
+
+    def handle(self: FunctionInterceptor, *args: Any, **kwargs: Any) -> Any:
+        with self:
+            args = tuple(map(with_stacked_numbers, args))
+            kwargs = {name: with_stacked_numbers(each) for name, each in kwargs.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "To copy construct from a tensor")
+            return function(*args, **kwargs)
+
+    return handle
+
+
 _tensor: Any = torch.Tensor
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     _tensor.detach_: lambda self, *args: self._tracer.record_detach_(*args),
@@ -116,6 +131,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _tensor.__setitem__: _indexing(setitem),
     **dict.fromkeys((torch.narrow, _tensor.narrow), _indexing(narrow)),
     **dict.fromkeys((torch.select, _tensor.select), _indexing(select)),
+    **{make: _making(make) for make in (torch.tensor, torch.as_tensor, torch.asarray, _tensor.new_tensor)},
 }
 """Replacements of functions, called with the interceptor and the arguments."""
 

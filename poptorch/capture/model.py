@@ -328,6 +328,8 @@ def _located_errors(recorder: Recorder) -> Iterator[None]:
             "rows and columns. Pad nested tensors before the model."
         ) from problem
     except (RuntimeError, TypeError, ValueError) as problem:
+        if "its data is not allocated yet" in str(problem):  # of a function that is no op, such as `torch.FloatTensor`
+            raise createPoptorchError(f"{CANNOT_READ} It is needed here ({_line_of(problem, recorder)}).") from problem
         problem.args = tuple(map(_as_eager_says, problem.args))
         raise
 

@@ -264,12 +264,47 @@ def test_numbers_that_only_a_run_knows(function: Function) -> None:
         lambda x: x if f"{x[0, 0]:.2f}" else x,
         lambda x: x * x.tolist()[0][0],
         lambda x: x * x.data_ptr(),
+        lambda x: torch.FloatTensor([x.sum(), 2.0]),
         lambda x: poptorch.fps(x, x.long()[0]),
     ],
 )
 def test_numbers_that_leave_pytorch(function: Function) -> None:
     with pytest.raises(poptorch.Error, match="numbers in a tensor cannot be read.*test_capture_corners.py"):
         poptorch.inferenceModel(function, poptorch.Options().keptPrograms(1))(_input(3, 4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.tensor([x.mean(), x.std()], device=x.device) * x[:, :2],
+        lambda x: torch.tensor([[x[0, 0], 2], (3, x[1, :1])]),
+        lambda x: torch.tensor(list(x.long().sum(0)), dtype=torch.float32),
+        lambda x: torch.tensor([torch.tensor(1, dtype=torch.float16), 2]) + torch.as_tensor([x.long()[0, 0], 0.5]),
+        lambda x: torch.asarray((x.sum(), True)) + x.new_tensor([1, x.long().sum()]),
+    ],
+)
+def test_tensors_of_lists_that_hold_tensors(function: Function) -> None:
+    _agrees(function, _input(3, 4))
+
+
+def test_no_gradients_flow_through_lists_of_numbers() -> None:
+    module, x = torch.nn.Linear(4, 1), _input(3, 4)
+    weight = module.weight.detach().clone().requires_grad_()
+    (F.linear(x, weight).sum() * torch.tensor([weight.detach().sum(), 1.0]).sum()).backward()
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factor = torch.tensor([self.layer.weight.sum(), 1.0]).sum()
+            return poptorch.identity_loss(F.linear(x, self.layer.weight).sum() * factor, "none")
+
+    before = module.weight.detach().clone()
+    poptorch.trainingModel(Model(), optimizer=torch.optim.SGD([module.weight], lr=0.5))(x)
+    assert weight.grad is not None
+    torch.testing.assert_close(module.weight.detach(), before - 0.5 * weight.grad)
 
 
 def test_splits_are_tuples() -> None:

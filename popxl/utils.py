@@ -67,7 +67,7 @@ def to_numpy(
 
     if x is None:  # to NumPy it would be NaN, and false
         raise ValueError("to_numpy: the data is None; expected a number, a sequence of numbers or an array.")
-    if not (dtype is None or isinstance(dtype, dtypes.dtype)):
+    if not isinstance(dtype, dtypes.dtype | None):
         raise TypeError(
             f"to_numpy: `dtype` is {dtype!r}. Expected a popxl.dtype such as popxl.float32, or None; "
             "popxl.dtype.as_dtype finds the one that belongs to a NumPy or torch type."
@@ -86,20 +86,14 @@ def to_numpy(
     except ValueError as problem:  # rows of several lengths
         raise ValueError(f"to_numpy: the data is no array of numbers: {x!r:.100}. NumPy says: {problem}") from None
     if dtype is None:
-        if array.size == 0 and not hasattr(x, "dtype"):
-            target = np.dtype(object)  # NumPy would invent float64 for an empty list
-        else:
-            target = downcast_np_dtypes.get(array.dtype, array.dtype) if downcast else array.dtype
+        is_unknown = array.size == 0 and not hasattr(x, "dtype")  # NumPy would invent float64 for an empty list
+        inferred = downcast_np_dtypes.get(array.dtype, array.dtype) if downcast else array.dtype
+        target = np.dtype(object) if is_unknown else inferred
     elif dtype.is_float8:
         return _to_float8(array, dtype, log2_scale or 0, nan_on_overflow is None or nan_on_overflow, copy)
     else:
         target = dtype.as_numpy()
-        _check_numbers(array)
-        if array.dtype.kind == "c" and not (dtype.is_complex or dtype is dtypes.bool):
-            raise TypeError(
-                f"to_numpy: the data is complex, and `dtype` is {dtype!r}, which has no imaginary part. Expected a "
-                "complex dtype, or real data such as `x.real`."
-            )
+        _check_numbers(array, dtype)
     # Infer first and cast then: given a dtype, NumPy would refuse Python integers that do not fit.
     with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(target, order="C", copy=copy)
@@ -121,8 +115,13 @@ def _to_float8(
     return array.astype(dtype.as_numpy(), order="C", copy=copy)
 
 
-def _check_numbers(array: NDArray[Any]) -> None:
-    """Raise `TypeError` for non-numbers that NumPy would cast: text, and `None` (cast to NaN)."""
+def _check_numbers(array: NDArray[Any], dtype: dtypes.dtype) -> None:
+    """Raise `TypeError` for what NumPy would cast: text, `None` (to NaN), and complex numbers for a real dtype."""
+    if array.dtype.kind == "c" and not (dtype.is_complex or dtype is dtypes.bool):
+        raise TypeError(
+            f"to_numpy: the data is complex, and `dtype` is {dtype!r}, which has no imaginary part. Expected a "
+            "complex dtype, or real data such as `x.real`."
+        )
     if array.dtype.kind in "OSU":
         for value in array.flat:
             if not isinstance(value, Number | np.generic) or isinstance(value, str | bytes):

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from popxl.base.group_by import group_by
+
 if TYPE_CHECKING:
     from popxl.core.tensor import Variable
     from popxl.replica_grouping import ReplicaGrouping
@@ -55,7 +57,8 @@ class ShardLayout:
         rows = np.zeros((groups, count * self.length), values.dtype)
         rows[:, : stored.shape[1]] = stored
         shards = rows.reshape(groups, count, self.length)
-        return shards[self.grouping.assignment, [position % count for _, position in self._families()]]
+        assignment = self.grouping.assignment
+        return shards[assignment, [self._positions[replica] % count for replica in range(len(assignment))]]
 
     def row(self, elements: Callable[[int, int], np.ndarray], replica: int) -> np.ndarray:
         """One replica's shard of lazily computed values.
@@ -71,27 +74,23 @@ class ShardLayout:
         owned = elements(value + start, value + min(start + self.length, self.size))
         return np.pad(owned, (0, self.length - len(owned)))
 
-    @cached_property
-    def _positions(self) -> list[int]:
-        return [position for _, position in self._families()]
-
     def values(self, shards: np.ndarray, all_replicas: bool = False) -> np.ndarray:
         """Values from `shards`: one per group or per replica.
 
         For a value that exceeds the replicas' capacity, only the elements that they hold: the first ones.
         """
-        assignment, families = self.grouping.assignment, self._families()
+        assignment = self.grouping.assignment
         replicas = range(len(assignment)) if all_replicas else map(assignment.index, range(self.grouping.num_groups))
-        holders = np.asarray([families[replica][0][: self.count or 1] for replica in replicas])
+        holders = np.asarray([self._holders[replica][: self.count or 1] for replica in replicas])
         return shards[holders].reshape(len(holders), -1)[:, : self.size]
 
     @cached_property
     def first_holders(self) -> dict[int, tuple[int, int]]:
         """First replica to hold each element range of the concatenated host values, so that every stored element
         appears once."""
-        families, ranges = self._families(), {}
+        ranges = {}
         for group in range(self.grouping.num_groups):
-            holders, _ = families[self.grouping.assignment.index(group)]
+            holders = self._holders[self.grouping.assignment.index(group)]
             for position, replica in enumerate(holders[: self.count or 1]):
                 start, stop = (group * self.size + min(k * self.length, self.size) for k in (position, position + 1))
                 ranges[replica] = (start, stop)
@@ -104,17 +103,23 @@ class ShardLayout:
         starts = (group * self.size for group in range(self.grouping.num_groups if stored < self.size else 0))
         return [(start + stored, start + self.size) for start in starts]
 
-    def _families(self) -> list[tuple[list[int], int]]:
-        """Holders of the shards of one value for each replica, with its position among them."""
+    @cached_property
+    def _values(self) -> list[list[int]]:
+        """Replicas that hold the shards of a value, in order, for each value on the replicas."""
         if self.count is None:
-            return [([replica], 0) for replica in range(len(self.grouping.assignment))]
+            return [[replica] for replica in range(len(self.grouping.assignment))]
         groups = self.grouping.const_rg.assignment
-        members: dict[int, list[int]] = {}
-        positions = []
-        for replica, group in enumerate(groups):
-            members.setdefault(group, []).append(replica)
-            positions.append(len(members[group]) - 1)
-        return [(members[group], position) for group, position in zip(groups, positions, strict=True)]
+        return [*group_by(range(len(groups)), groups.__getitem__).values()]
+
+    @cached_property
+    def _holders(self) -> dict[int, list[int]]:
+        """Replicas that hold the shards of the same value, for each replica."""
+        return {replica: holders for holders in self._values for replica in holders}
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        """Position of each replica among the holders of its value."""
+        return {replica: i for holders in self._values for i, replica in enumerate(holders)}
 
 
 def shard_layout(v: Variable) -> ShardLayout:

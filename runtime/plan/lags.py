@@ -54,8 +54,8 @@ def lags_of(uses: Sequence[Use], carried: Mapping[Hashable, Hashable]) -> list[i
         >>> lags_of([*forward, *backward], {"x": "dx"})
         [0, 0, 0, 0]
     """
-    follows = _within(uses)
-    for before, after in _between(uses, carried):
+    follows = _order_within(uses)
+    for before, after in _order_between(uses, carried):
         follows.setdefault((before, after), 0)
     if not follows:
         return [0] * len(uses)
@@ -63,19 +63,19 @@ def lags_of(uses: Sequence[Use], carried: Mapping[Hashable, Hashable]) -> list[i
     links = coo_array(([True] * len(follows), pairs), shape=(len(uses), len(uses)))
     _, group = connected_components(links, connection="strong")
     lags = defaultdict[int, int](int)
-    is_final = False
-    while not is_final:
-        is_final = True
+    is_raised = True
+    while is_raised:
+        is_raised = False
         for (before, after), returns in follows.items():
             lag = lags[group[before]] + returns
             if group[before] != group[after] and lags[group[after]] < lag:
-                lags[group[after]], is_final = lag, False
-    number = {lag: i for i, lag in enumerate(sorted({lags[g] for g in group}))}
-    return [number[lags[g]] for g in group]
+                lags[group[after]], is_raised = lag, True
+    rank = {lag: i for i, lag in enumerate(sorted({lags[g] for g in group}))}
+    return [rank[lags[g]] for g in group]
 
 
-def _within(uses: Sequence[Use]) -> dict[tuple[int, int], int]:
-    """Pairs of actions in an iteration that follow each other, with 1 if the second one returns to an IPU."""
+def _order_within(uses: Sequence[Use]) -> dict[tuple[int, int], int]:
+    """Pairs of actions in an iteration of which the second follows the first, with 1 if it returns to an IPU."""
     follows: dict[tuple[int, int], int] = {}
     writer: dict[Hashable, int] = {}
     readers: defaultdict[Hashable, list[int]] = defaultdict(list)
@@ -89,16 +89,15 @@ def _within(uses: Sequence[Use]) -> dict[tuple[int, int], int]:
         for source in sources:
             follows[source, i] = int(not own.isdisjoint(visited[source]) and latest[source] != own)
         for value in (*use.writes, *use.drops):
-            earlier = [*readers.pop(value, ()), *([writer[value]] if value in writer else ())]
-            for each in earlier:
-                follows.setdefault((each, i), 0)
+            for earlier in (*readers.pop(value, ()), *([writer[value]] if value in writer else ())):
+                follows.setdefault((earlier, i), 0)
         writer.update(dict.fromkeys(use.writes, i))
         for value in (*use.reads, *use.drops):
             readers[value].append(i)
     return {pair: returns for pair, returns in follows.items() if pair[0] != pair[1]}
 
 
-def _between(uses: Sequence[Use], carried: Mapping[Hashable, Hashable]) -> Iterator[tuple[int, int]]:
+def _order_between(uses: Sequence[Use], carried: Mapping[Hashable, Hashable]) -> Iterator[tuple[int, int]]:
     """Pairs of an action and one of the next iteration that follows it."""
     users: defaultdict[Hashable, list[int]] = defaultdict(list)
     for i, use in enumerate(uses):
@@ -106,18 +105,15 @@ def _between(uses: Sequence[Use], carried: Mapping[Hashable, Hashable]) -> Itera
             users[value].append(i)
     in_order: defaultdict[Hashable, list[int]] = defaultdict(list)
     for i, use in enumerate(uses):
-        for each in dict.fromkeys(use.in_order):
-            in_order[each].append(i)
-    written = {value for use in uses for value in use.writes}
-    together = [*in_order.values()]
-    for value in carried:
-        if carried[value] == value:
-            together += [users[value]] if value in written else []
-            continue
-        for source in _origins(value, carried):
+        for channel in dict.fromkeys(use.in_order):
+            in_order[channel].append(i)
+    for value, origin in carried.items():
+        for source in _origins(value, carried) if origin != value else ():
             yield from ((before, after) for before in users[source] for after in users[value] if before != after)
-    for numbers in together:
-        for before, after in pairwise(numbers):
+    written = {value for use in uses for value in use.writes}
+    updated = (users[value] for value, origin in carried.items() if origin == value and value in written)
+    for actions in (*in_order.values(), *updated):  # all of them have the same lag
+        for before, after in pairwise(actions):
             yield before, after
             yield after, before
 

@@ -140,11 +140,11 @@ def train_step(
     specs = [source.spec for source in inputs]
     _check_division(memory, micro_batches, optimizer_state)
     if is_budget(memory) and current_request() is None:
-        _check_apart(inputs, variables, loss_scaling)
+        _check_separable(inputs, variables, loss_scaling)
         division = {"micro_batches": micro_batches, "optimizer_state": optimizer_state}
         options = {"accumulate": accumulate, "precision": precision, "loss_scaling": loss_scaling, "sharded": sharded}
-        memory = _planned_apart(module, streams, memory, optimizer=optimizer, **division, **options, **settings)
-    memory, count, location = _chosen(memory, micro_batches, optimizer_state, specs)
+        memory = _plan_in_separate_ir(module, streams, memory, optimizer=optimizer, **division, **options, **settings)
+    memory, count, location = _resolved_division(memory, micro_batches, optimizer_state, specs)
     _warn_of_other_division(memory, count, location)
     batch = MicroBatches(specs, count)
     if loss_scaling is None:
@@ -152,19 +152,19 @@ def train_step(
     with popxl.in_sequence():
         create_graph = module.create_graph if precision is None else partial(precision.create_graph, module)
         factories, forward = create_graph(*batch.specs, **settings)
-        _check(module, forward, len(specs))
+        _check_trainable(module, forward, len(specs))
         for stream in streams:
             if stream.num_host_transfers < accumulate:
                 stream.num_host_transfers = accumulate
         if variables is None:
             variables = factories.init_sharded() if sharded else factories.init()
         scale = loss_scaling.init() if isinstance(loss_scaling, DynamicLossScaling) else loss_scaling
-        loaded = ([_loaded(source, precision) for source in inputs] for _ in range(accumulate))
+        loaded = ([_load(source, precision) for source in inputs] for _ in range(accumulate))
         batches = (micro_batch for sources in loaded for micro_batch in batch.slices_of(sources))
         forward = gather_where_read(forward, variables)
         weights = variables if precision is None else precision.cast(variables, forward.args)
         planned = _planned_gradients(forward, memory, count, location)
-        bound = _bound(forward, weights, variables)
+        bound = _graph_arguments(forward, weights, variables)
         mean, unreduced = _gradients(forward, bound, batches, accumulate * count, scale, planned)
         mean, gradients = _means_over_replicas(mean, unreduced, forward.args, variables)
         trained = NamedTensors.from_dict({name: variables[name] for name in gradients})
@@ -233,7 +233,7 @@ def _check_division(memory: Any, micro_batches: Any, optimizer_state: Any) -> No
             )
 
 
-def _check_apart(inputs: Sequence[Any], variables: NamedTensors | None, loss_scaling: Any) -> None:
+def _check_separable(inputs: Sequence[Any], variables: NamedTensors | None, loss_scaling: Any) -> None:
     """`ValueError` for a step that cannot be built a second time, apart."""
     if variables is not None or any(isinstance(value, popxl.Tensor) for value in (*inputs, loss_scaling)):
         raise ValueError(
@@ -242,7 +242,7 @@ def _check_apart(inputs: Sequence[Any], variables: NamedTensors | None, loss_sca
         )
 
 
-def _chosen(
+def _resolved_division(
     memory: Any, micro_batches: Any, optimizer_state: Any, specs: Sequence[popxl.TensorSpec]
 ) -> tuple[Any, int, StateLocation]:
     """Memory plan or policy of a step, if any, its number of micro-batches and the location of the state: as given; or,
@@ -276,7 +276,7 @@ def _warn_of_other_division(memory: Any, count: int, location: StateLocation) ->
         )
 
 
-def _planned_apart(
+def _plan_in_separate_ir(
     module: Module, streams: Sequence[popxl.HostToDeviceStream], budget: str | int, **arguments: Any
 ) -> MemoryPlan:
     """Memory plan within a budget, from a step built in a separate Ir."""
@@ -303,7 +303,7 @@ def _planned_apart(
         np.random.set_state(random_state)
 
 
-def _check(module: Module, forward: GraphWithNamedArgs, fed: int) -> None:
+def _check_trainable(module: Module, forward: GraphWithNamedArgs, fed: int) -> None:
     """Raise `ValueError` for untrainable models. The first `fed` inputs of the graph are those of the step."""
     named = set(forward.args.tensors)
     if unbound := [t.name for t in forward.graph.inputs[fed:] if t not in named]:
@@ -372,7 +372,7 @@ def _gradients(
         (batch,) = batches
         site = bound.call_with_info(*batch(None))
         results = backward.call(start, args=backward.grad_graph_info.inputs_dict(site))
-        mean, *gradients = map(_upcast, (site.outputs[0], *results))
+        mean, *gradients = map(_as_float32, (site.outputs[0], *results))
         return mean, NamedTensors.pack(names, gradients)
     means, backward = autodiff_with_accumulation(forward, trained, [loss], dtype=popxl.float32, memory=memory)
     accumulators = means.init("gradients")
@@ -387,7 +387,7 @@ def _gradients(
             total = ops.available_after(total, t)
         site = bound.call_with_info(*batch(total))
         backward.bind(accumulators).call(start, args=backward.grad_graph_info.inputs_dict(site))
-        mean = _upcast(site.outputs[0])
+        mean = _as_float32(site.outputs[0])
         ipu = final_ipu(mean)
         total = total + (mean if here is None or ipu in (None, here) else ops.ipu_copy(mean, here, ipu))
     return total / count, accumulators.accum
@@ -407,18 +407,18 @@ def _means_over_replicas(
     return loss, means
 
 
-def _loaded(source: popxl.Tensor | popxl.HostToDeviceStream, precision: MixedPrecision | None) -> popxl.Tensor:
+def _load(source: popxl.Tensor | popxl.HostToDeviceStream, precision: MixedPrecision | None) -> popxl.Tensor:
     """Model input in computation dtype; next element for streams."""
     t = ops.host_load(source) if isinstance(source, popxl.HostToDeviceStream) else source
     return t if precision is None else precision.narrowed(t)
 
 
-def _upcast(t: popxl.Tensor) -> popxl.Tensor:
+def _as_float32(t: popxl.Tensor) -> popxl.Tensor:
     with get_current_context().on_ipu(final_ipu(t)):
         return cast_if_needed(t, popxl.float32) if t.dtype.is_half else t
 
 
-def _bound(forward: GraphWithNamedArgs, weights: NamedTensors, variables: NamedTensors) -> NamedTensors:
+def _graph_arguments(forward: GraphWithNamedArgs, weights: NamedTensors, variables: NamedTensors) -> NamedTensors:
     """Graph arguments: shards, where the graph takes these, and else full weights, gathered of sharded variables."""
     args, placement = forward.args, Placement(forward.graph)
 

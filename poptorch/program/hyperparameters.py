@@ -128,24 +128,24 @@ class Hyperparameters:
                 expected |= names
 
 
-def display_name(number: str) -> str:
+def display_name(name: str) -> str:
     """Name of a hyperparameter in programs: `"weightDecay"` for `"weight_decay"`."""
-    first, *others = ("learning_rate" if number == "lr" else number).split("_")
+    first, *others = ("learning_rate" if name == "lr" else name).split("_")
     return first + "".join(other.capitalize() for other in others)
 
 
 def _constant_error(key: Key, before: Any, now: Any, optimizer: torch.optim.Optimizer) -> Error:
     """Error for a changed constant, with the way to make it variable."""
-    group, number = key
-    name = attribute_of(number)
-    where = f"{name!r}" if group is None else f"{name!r} of group {group}"
-    variable = not isinstance(now, torch.dtype) and number not in FIXED
+    group, name = key
+    attribute = attribute_of(name)
+    where = f"{attribute!r}" if group is None else f"{attribute!r} of group {group}"
+    can_vary = not isinstance(now, torch.dtype) and name not in FIXED
     remedy = ""
-    if variable and isinstance(optimizer, optim.Optimizer):
-        remedy = f" Mark it with `optimizer.variable_attrs.markAsVariable({name!r})` before you compile."
-    elif variable and hasattr(optim, type(optimizer).__name__):
-        remedy = f" An optimizer of `poptorch.optim` that is made with `{name}=...` can change it."
-    if number == "beta1":
+    if can_vary and isinstance(optimizer, optim.Optimizer):
+        remedy = f" Mark it with `optimizer.variable_attrs.markAsVariable({attribute!r})` before you compile."
+    elif can_vary and hasattr(optim, type(optimizer).__name__):
+        remedy = f" An optimizer of `poptorch.optim` that is made with `{attribute}=...` can change it."
+    if name == "beta1":
         remedy += " So can a scheduler (`OneCycleLR`, `CyclicLR`) that is made before the model is compiled."
     return createPoptorchError(
         f"The optimizer's {where} is {now!r}, and the model was compiled with {before!r} as a constant.{remedy} "

@@ -371,10 +371,13 @@ class Placement:
     def copy_to(self, t: popxl.Tensor, ipu: int | None) -> popxl.Tensor:
         """`t` on an IPU: itself if already there or unused, otherwise a copy."""
         is_free = t.origin.producer is None and t not in self._reading_ipus and t.location[0] is None
-        if ipu is None or is_free or self.ipu_of(t) == ipu:
+        source = self.ipu_of(t)
+        if source == ipu and t.has_certain_location and t.location[0] is not None:
+            source = t.location[0]  # ops of the step itself may read a variable on another IPU than its first reader
+        if ipu is None or is_free or source == ipu:
             return t
         if (t, ipu) not in self._copies:
-            self._copies[t, ipu] = popxl.ops.ipu_copy(t, ipu, self.ipu_of(t))
+            self._copies[t, ipu] = popxl.ops.ipu_copy(t, ipu, source)
         return self._copies[t, ipu]
 
 

@@ -73,6 +73,31 @@ def test_state_lies_beside_its_variable(optimizer: Any, scaling: Any, in_a_loop:
         assert bytes_there == sizes
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_a_loss_is_scaled_where_the_network_ends(clip_norm: float | None) -> None:
+    """The last IPU reads the scale first, and the optimiser, on IPU 0, afterwards."""
+    found = []
+    for ipus in ((0, 0), (0, 1)):
+        ir = popxl.Ir()
+        ir.options.placement = "several" if ipus == (0, 1) else "one"
+        with ir.main_graph, popxl.in_sequence():
+            scale = optimizers.DynamicLossScaling(start=4.0).init()
+            weights = [popxl.variable([1.0, 2.0], name=f"w{i}") for i in range(2)]
+            gradients = []
+            for weight, ipu in zip(weights, ipus, strict=True):
+                with popxl.ipu(ipu):
+                    gradients.append(weight * (scale.value if weight is weights[1] else 4.0))
+            optimizers.sgd(weights, gradients, lr=0.1, clip_norm=clip_norm, loss_scaling=scale)
+        with popxl.Session(ir, "ipu_model") as session:
+            session.run()
+        found.append([session.get_tensor_data(v) for v in (*weights, scale.good_steps)])
+    clipped = 0.1 * (1.0 if clip_norm is None else clip_norm / np.sqrt(10))
+    for values in found:
+        for weight in values[:2]:
+            np.testing.assert_allclose(weight, np.array([1, 2]) * (1 - clipped), rtol=1e-6)
+        assert values[2] == 1
+
+
 @pytest.mark.parametrize("placement", ["several", "one"])
 @pytest.mark.parametrize("update_on", [0, 1])
 def test_an_update_on_another_ipu_is_told(update_on: int, placement: Literal["several", "one"]) -> None:

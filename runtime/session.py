@@ -182,7 +182,7 @@ class Session(SessionInspection):
         session._prepare(ir, device, weights_to_host_on_exit, precompiled)
         return session
 
-    def _look_at_edits(self) -> None:
+    def _check_edits(self) -> None:
         """Check that the Ir is unchanged, unless a newer session was created from its current state."""
         if self._ir.edits.count != self._ir.edits.compiled:
             self._check_unchanged("run")
@@ -266,7 +266,7 @@ class Session(SessionInspection):
             if store.constant is None:
                 store = self._loaded_store("run")
             if self._known_edits != self._ir.edits.count:
-                self._look_at_edits()
+                self._check_edits()
             feeds = self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs)
             feeds = self._host_arrays.with_rounding_key(feeds)
             if store.device == store.host:

@@ -154,15 +154,7 @@ class Lowering:
                 overriding_kernels(self.replicas.platform, self.hooks.overrides),
                 jax.default_matmul_precision(self._options.precision),
             ):
-                after = context.channels.before_last_call if op in self._prefetched else None
-                if after is not None:
-                    operands = [t if is_on_host(t) else memory.prefetched_after(t, after) for t in operands]
-                seed = context.channels.rounding_seed(op)
-                if seed is not None and not op.kind.between_replicas:  # collectives exchange their operands unwidened
-                    operands = [*map(widen, operands)]
-                results = self.apply(op, operands, context.channels)
-                if seed is not None:
-                    results = round_updates(op, results, seed)
+                results = self._results(op, operands, context.channels)
         except PopxlError:  # a complete message already
             raise
         except Exception as problem:
@@ -171,6 +163,18 @@ class Lowering:
         store_results(op, results, environment)
         if op.inputs:  # else it waits for nothing
             context.channels.record_computed(results)
+
+    def _results(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
+        """Results of an op: prefetched after the last call, and rounded stochastically, if the program says so."""
+        after = channels.before_last_call if op in self._prefetched else None
+        if after is not None:
+            operands = [t if is_on_host(t) else memory.prefetched_after(t, after) for t in operands]
+        seed = channels.rounding_seed(op)
+        if seed is None:
+            return self.apply(op, operands, channels)
+        if not op.kind.between_replicas:  # collectives exchange their operands unwidened
+            operands = [*map(widen, operands)]
+        return round_updates(op, self.apply(op, operands, channels), seed)
 
     def apply(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
         """Compute an op's results from operands."""
@@ -202,12 +206,10 @@ class Lowering:
     def _check(self, op: Op, operands: Sequence[Array], channels: Channels) -> None:
         """Record checks of an op's operands, if options enable them."""
         for number, required in enumerate(op.kind.requirements):
-            if required.operand in op.operand_names() and (
-                not required.option or getattr(self._options, required.option)
-            ):
-                channels.record_failure(
-                    op.id, number, required.holds(operands[op.operand_names().index(required.operand)])
-                )
+            is_enabled = not required.option or getattr(self._options, required.option)
+            if is_enabled and required.operand in op.operand_names():
+                operand = operands[op.operand_names().index(required.operand)]
+                channels.record_failure(op.id, number, required.holds(operand))
 
     def lower_call(
         self,

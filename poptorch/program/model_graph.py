@@ -10,7 +10,7 @@ import popxl
 from poptorch.base.logging_ import logger
 from poptorch.capture.model import Captured
 from poptorch.capture.outlining import outlined
-from poptorch.capture.trace import Value
+from poptorch.capture.trace import Node, Value
 from poptorch.errors import createPoptorchError
 from poptorch.lowering import Emission
 from poptorch.lowering.emission import spec_of
@@ -67,17 +67,8 @@ class ModelGraph:
     ) -> None:
         self.loss, self._options = loss, options
         self.trained: Tensors = {}
-        nodes = captured.trace.without_unused(outputs)
-        recomputation = Recomputation(options, nodes) if trained is not None else None
-        if recomputation is not None and (within := self._requested_within(captured, leaves, requested)):
-            recomputation.leave_out(nodes, within)
-            recomputation = None
-        if recomputation is not None:
-            nodes = recomputation.before_outlining(nodes)
-        if options._Popart.options.get("enableOutlining", True):
-            nodes = outlined(nodes, outputs)
-        if recomputation is not None:
-            nodes = recomputation.after_outlining(nodes, outputs)
+        within = self._requested_within(captured, leaves, requested)
+        nodes = self._prepared_nodes(captured.trace.without_unused(outputs), outputs, trained is not None, within)
         used = {id(value) for node in nodes for value in node.inputs} | set(map(id, outputs))
         self.graph = ir.create_empty_graph(name)
         self.inputs: Tensors = {}
@@ -108,6 +99,20 @@ class ModelGraph:
             with self.graph:
                 self.inputs[key] = popxl.graph_input(spec.shape, spec.dtype, key.lstrip("/"))
         return self.inputs[key]
+
+    def _prepared_nodes(
+        self, nodes: list[Node], outputs: list[Value], is_trained: bool, requested: Sequence[str]
+    ) -> list[Node]:
+        """The nodes, recomputed and outlined as the options say; not recomputed if any of them is requested by name."""
+        recomputation = Recomputation(self._options, nodes) if is_trained else None
+        if recomputation is not None and requested:
+            recomputation.leave_out(nodes, requested)
+            recomputation = None
+        if recomputation is not None:
+            nodes = recomputation.before_outlining(nodes)
+        if self._options._Popart.options.get("enableOutlining", True):
+            nodes = outlined(nodes, outputs)
+        return nodes if recomputation is None else recomputation.after_outlining(nodes, outputs)
 
     @staticmethod
     def _requested_within(captured: Captured, leaves: Sequence[str], requested: Sequence[str]) -> list[str]:

@@ -95,13 +95,16 @@ class Program:
                 self._sums = GradientSums(request, update, self._replicas, self._weights, self._model.ipus)
             tensors = self._declared(host, request.seed)
             self._passes = self._with_transfers()
-            results = self._all_iterations(tensors)
-            for number, (result, t) in enumerate(zip(self._returned, results, strict=True)):
-                assert t is not None
-                stream = popxl.d2h_stream(t.shape, t.dtype, f"output{number}")
-                with self._on_ipu_of(result):
-                    ops.host_store(stream, t)
-                self.io.outputs.append(Result(stream, self._spec(result).shape, self._count(result), result.anchor))
+            self._store_results(self._all_iterations(tensors))
+
+    def _store_results(self, results: Sequence[popxl.Tensor | None]) -> None:
+        """Store the results of a run to streams."""
+        for number, (result, t) in enumerate(zip(self._returned, results, strict=True)):
+            assert t is not None
+            stream = popxl.d2h_stream(t.shape, t.dtype, f"output{number}")
+            with self._on_ipu_of(result):
+                ops.host_store(stream, t)
+            self.io.outputs.append(Result(stream, self._spec(result).shape, self._count(result), result.anchor))
 
     def _check_buffers(self) -> None:
         written = list(self._updated)

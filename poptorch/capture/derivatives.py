@@ -113,7 +113,9 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
             values = [recorder.value_of(t) if isinstance(t, torch.Tensor) and t.requires_grad else None for t in inputs]
             before = [t._version for t in tensors]
             results = forward(*args, **kwargs)
-            overwritten = {id(t) for t, version in zip(tensors, before, strict=True) if t._version != version}
+            changed = [t for t, version in zip(tensors, before, strict=True) if t._version != version]
+            returned = set(map(id, results if isinstance(results, tuple) else (results,)))
+            overwritten = {id(t) for t in changed if t.requires_grad or id(t) in returned}
             arguments = _Arguments(values, overwritten)
             results = _clone_aliases(results, tensors, overwritten)
             if context is not None:

@@ -110,7 +110,7 @@ def apply_hooks(tracer: Tracer, hooks: Iterable[TensorHook], has_breaks: bool) -
 def _apply(tracer: Tracer, value: Value, hooks: Sequence[TensorHook]) -> bool:
     """Whether the gradient of a value could be routed through hooks."""
     nodes, maker = tracer.recorder.trace.nodes, value.producer
-    readers = [node for node in nodes if value in node.inputs]
+    readers = [node for node in _nodes_with_gradients(nodes) if value in node.inputs]
     if maker is not None and maker.op in MARKED:  # where gradients begin
         return False
     if not readers:
@@ -137,6 +137,17 @@ def _apply(tracer: Tracer, value: Value, hooks: Sequence[TensorHook]) -> bool:
         return False
     _insert(nodes, end, value, readers, trace, beside)
     return True
+
+
+def _nodes_with_gradients(nodes: Sequence[Node]) -> list[Node]:
+    """Nodes through which the gradient of a loss may flow, last first: no `detach`, or what only such ones read."""
+    read = set[int]()
+    found = []
+    for node in reversed(nodes):
+        if node.op != "aten.detach" and (node.op in MARKED or any(id(result) in read for result in node.results)):
+            found.append(node)
+            read.update(map(id, node.inputs))
+    return found
 
 
 def _insert(nodes: list[Node], end: int, value: Value, readers: Iterable[Node], backward: Trace, beside: Node) -> None:

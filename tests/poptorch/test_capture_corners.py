@@ -962,6 +962,37 @@ def test_hooks_on_tensors_change_gradients() -> None:
     _trains_as_eager(_HooksOnTensors, _input(4, 3))
 
 
+class _Equilibrium(torch.nn.Module):
+    """The gradient of a fixed point is one, too: the hook that computes it differentiates one more step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.step = torch.nn.Linear(3, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = torch.zeros(4, 4, device=x.device)
+        with torch.no_grad():
+            for _ in range(5):
+                z = torch.tanh(self.step(z) + self.into(x))
+        z = torch.tanh(self.step(z) + self.into(x))
+        at = z.clone().detach().requires_grad_()
+        after = torch.tanh(self.step(at) + self.into(x))
+
+        def solve(gradient: torch.Tensor) -> torch.Tensor:
+            found = gradient
+            for _ in range(4):
+                found = torch.autograd.grad(after, at, found, retain_graph=True)[0] + gradient
+            return found
+
+        z.register_hook(solve)
+        return z, F.mse_loss(z, torch.ones_like(z))
+
+
+def test_hooks_that_read_what_comes_of_a_detached_tensor() -> None:
+    _trains_as_eager(_Equilibrium, _input(4, 3))
+
+
 def test_hooks_on_gradients_do_nothing_where_there_are_none() -> None:
     model, x = _Hooked("tensor"), _input(4, 2)
     model.linear.register_full_backward_hook(lambda module, into, out: None)

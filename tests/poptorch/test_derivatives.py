@@ -160,6 +160,21 @@ class Scaled(Function):
         return g * 7, (g * y).sum(0) + of_sum * w
 
 
+class Centred(Function):
+    """It overwrites an average, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
+        average.mul_(0.5).add_(x.mean(0), alpha=0.5)
+        ctx.save_for_backward(average)
+        return x - average
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (average,) = ctx.saved_tensors
+        return g * (1 + average.square()), None
+
+
 rounded = Rounded.apply  # as programs have it, long before a model is compiled
 
 
@@ -278,6 +293,21 @@ def same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
 def test_trains_as_in_pytorch(name: str, caplog: pytest.LogCaptureFixture) -> None:
     ours = Scores(USES[name])
     theirs = copy.deepcopy(ours)
+    model = trained(ours)
+    for rows in (4, 4):
+        model(*batch(rows))
+        step_in_pytorch(theirs, batch(rows))
+    same_weights(ours, theirs)
+    assert not caplog.text
+
+
+def test_a_function_that_updates_a_buffer(caplog: pytest.LogCaptureFixture) -> None:
+    class Normalising(Scores):
+        def __init__(self) -> None:
+            super().__init__(lambda h, w: Centred.apply(h, self.average) * w)
+            self.register_buffer("average", torch.zeros(5))
+
+    ours, theirs = Normalising(), Normalising()
     model = trained(ours)
     for rows in (4, 4):
         model(*batch(rows))

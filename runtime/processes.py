@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NoReturn
@@ -43,6 +44,8 @@ LEAVING = ""
 """Barrier name sent by an instance that is about to end."""
 
 _CONNECT_TIMEOUT = 60  # seconds for JAX to connect processes that are all waiting
+
+_FAILURE_DELAY = 1.0  # seconds for other instances that fail, too, to end before JAX's service does
 
 
 class LauncherConnection:
@@ -115,11 +118,16 @@ class LauncherConnection:
     def leave(self, is_first: bool, failed: bool) -> None:
         """Leave at exit; instance 0 waits for other instances.
 
+        After a failure of its own it waits only briefly, as they may be waiting for it in a collective. Those that fail
+        too leave meanwhile: JAX aborts instances that lose its service.
+
         Raises:
             PopxlRuntimeError: if an instance does not end.
         """
         if not is_first or failed:
             self.send(LEAVING, failed)
+            if is_first:
+                time.sleep(_FAILURE_DELAY)
             return
         try:
             self.barrier(ENDING)
@@ -207,8 +215,7 @@ def held_port(address: str) -> Iterator[int]:
 def _leave(connection: LauncherConnection | Service, is_first: bool, process: int) -> None:
     """Exit handler: leave other instances before JAX shuts down its service.
 
-    Instance 0 waits for them: JAX's service is in its process. After an uncaught exception it does not wait, as they
-    may be waiting for it in a collective.
+    Instance 0 waits for them: JAX's service is in its process.
     """
     if os.getpid() != process:  # a copy that the program has forked
         return

@@ -393,6 +393,16 @@ def test_an_instance_raises(train: Run, who: int) -> None:
     assert f"[{who}] ZeroDivisionError" in done.stderr
 
 
+@pytest.mark.thorough
+def test_all_raise(train: Run) -> None:
+    """The first instance does so first. JAX aborts no other one, with a stack trace that hides the error."""
+    done, said = train("def in_the_third_run(*_): time.sleep(0.2 * me); 1 / 0")
+    assert done.returncode == 1
+    assert said == "poprun: instance 0 failed with exit code 1; the others are stopped."
+    assert "[0] ZeroDivisionError" in done.stderr and "[1] ZeroDivisionError" in done.stderr
+    assert "stack trace" not in done.stderr
+
+
 def test_an_instance_exits(train: Run) -> None:
     done, said = train("def in_the_third_run(*_): me == 1 and sys.exit(3)")
     assert done.returncode == 3

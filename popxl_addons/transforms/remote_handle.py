@@ -33,7 +33,7 @@ class RemoteHandle:
         row_offset: offset of the buffer's row: for a graph that is called with row `n`, row ``n + row_offset``; always
             row 0 for None; for a function the row that it computes from `n`, an int32 tensor.
         shard_group: replicas that keep a shard of the values each; None for whole values on every replica. Values are
-            sharded before they are stored, and gathered after they are loaded.
+            sharded before they are stored, and gathered after they are loaded; they must be equal on these replicas.
 
     Raises:
         TypeError: if one of these has another type.

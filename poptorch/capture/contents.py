@@ -88,6 +88,10 @@ class TensorContents:
             f"{CANNOT_READ} It is needed here ({self._tracer.recorder.source()}): {function.__name__}."
         )
 
+    def reduced(self, t: torch.Tensor, protocol: int) -> tuple[Any, ...]:
+        """How `copy.copy` makes a tensor that shares memory with this one, without its gradient; `pickle` refuses."""
+        return _Alias(t, f"{CANNOT_READ} It is needed here ({self._tracer.recorder.source()}): pickle."), ()
+
     def check_classes(self, input: torch.Tensor, num_classes: int = -1) -> None:
         """Check that `one_hot` receives a number of classes, or can read its input.
 
@@ -141,3 +145,16 @@ class TensorContents:
         result = pytree.tree_map_only(torch.Tensor, begin, on_host)
         self._breaks.set_contents(graph_break, on_host)
         return result
+
+
+class _Alias:
+    """Callable that returns an alias of a tensor, and that cannot be pickled."""
+
+    def __init__(self, t: torch.Tensor, refusal: str) -> None:
+        self._t, self._refusal = t, refusal
+
+    def __call__(self) -> torch.Tensor:
+        return self._t.detach().requires_grad_(self._t.requires_grad)
+
+    def __reduce__(self) -> Any:
+        raise createPoptorchError(self._refusal)

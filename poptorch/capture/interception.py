@@ -126,6 +126,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _tensor.detach_: lambda self, *args: self._tracer.record_detach_(*args),
     _tensor.data.__set__: lambda self, *args: self._tracer.record_set_data(*args),
     _tensor.__deepcopy__: lambda self, *args: self._tracer.deep_copy(*args),
+    _tensor.__reduce_ex__: lambda self, *args: self._tracer.contents.reduced(*args),
     _tensor.register_hook: lambda self, *args, **kwargs: self.tensor_hooks.register(*args, **kwargs),
     _tensor.__getitem__: _indexing(getitem),
     _tensor.__setitem__: _indexing(setitem),

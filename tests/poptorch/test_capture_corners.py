@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -265,6 +266,7 @@ def test_numbers_that_only_a_run_knows(function: Function) -> None:
         lambda x: x * x.tolist()[0][0],
         lambda x: x * x.data_ptr(),
         lambda x: torch.FloatTensor([x.sum(), 2.0]),
+        lambda x: torch.save({"x": x * 2}, io.BytesIO()),
         lambda x: poptorch.fps(x, x.long()[0]),
     ],
 )
@@ -315,6 +317,15 @@ def test_splits_are_tuples() -> None:
 def test_constants_that_leave_pytorch() -> None:
     _agrees(lambda x: x * float(torch.arange(3).numpy().sum()) + len(f"{torch.ones(()):.2f}"), _input(2))
     _agrees(lambda x: copy.deepcopy([x, x])[1].add_(1) * x, _input(2))
+
+
+def test_shallow_copies_share_memory() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        copy.copy(x)[0] = 3
+        return x
+
+    _agrees(function, _input(2))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")

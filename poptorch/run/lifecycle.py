@@ -20,6 +20,7 @@ import torch
 
 from poptorch.base.logging_ import logger
 from poptorch.capture.autocast import autocast_dtype
+from poptorch.capture.tracer import current
 from poptorch.enums import ConnectionType, PartialBatch
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
@@ -84,6 +85,12 @@ class ModelLifecycle(ModelProxy):
         if self._compiled is not None:
             logger.warning("The model is compiled already; call `destroy()` first to compile it again.")
             return
+        if (tracer := current()) is not None and tracer.is_recording((args, kwargs)):
+            raise createPoptorchError(
+                f"A wrapped model is called by another, before its own first run ({tracer.recorder.source()}): it "
+                "cannot be compiled meanwhile. Let `forward` call the module, which becomes a part of the program, or "
+                "run the wrapper once before."
+            )
         start = perf_counter()
         hooks.call(hooks.pre_compile)
         self._autocast = (autocast_dtype(),)

@@ -628,6 +628,15 @@ def test_floating_point_exceptions() -> None:
     assert model(torch.ones(2), torch.ones(2)).tolist() == [3, 3]
 
 
+def test_a_wrapper_that_another_model_calls() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    inner = poptorch.inferenceModel(torch.nn.Softmax(1))
+    with pytest.raises(poptorch.Error, match=r"another, before its own first run \(test_executor.py:\d+\)"):
+        poptorch.inferenceModel(lambda x: inner(x) * 2)(x)
+    inner(x)
+    torch.testing.assert_close(poptorch.inferenceModel(lambda x: inner(x) * 2)(x), x.softmax(1) * 2)
+
+
 def test_numbers_of_tensors() -> None:
     numbers: list[bool] = []
 

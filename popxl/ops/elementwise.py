@@ -28,7 +28,7 @@ from popxl.core.traits import ShardingRule
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import ELEMENTWISE, LINEAR_IN_GRADIENT, REAL, Unary, binary, inplace, unary
 from popxl.ops.kernels.elements import of_elements, quotient, recompute
-from popxl.ops.precision import is_half, round_once
+from popxl.ops.precision import is_half, round_once, widen
 from popxl.values.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
 from popxl.values.spec import TensorSpec
 
@@ -295,9 +295,17 @@ _pow = OpKind(
     },
     traits=[ELEMENTWISE],
 )
+
+
+def _total(*ts: Any) -> Any:
+    """Sum of broadcast arrays, rounded once. One addition does so in any dtype, and XLA fuses it into more kernels than
+    one in float32 with a cast."""
+    return functools.reduce(jnp.add, ts if len(ts) == 2 else map(widen, ts))
+
+
 _sum = OpKind(
     "Sum",
-    round_once(lambda *ts: functools.reduce(jnp.add, ts)),
+    _total,
     shape=broadcast,
     gradient={"ts": lambda g: g},
     traits=[ShardingRule(linear=("ts",))],

@@ -122,7 +122,11 @@ def _further_inputs(info: GradGraphInfo) -> _Bound:
 
 
 def recompute_activations(
-    info: GradGraphInfo, keep: Collection[popxl.Tensor], offload: Collection[popxl.Tensor], as_read: bool = False
+    info: GradGraphInfo,
+    keep: Collection[popxl.Tensor],
+    offload: Collection[popxl.Tensor],
+    as_read: bool = False,
+    all_wait: bool = False,
 ) -> tuple[GradGraphInfo, _Bound]:
     """Gradient graph that takes some activations and recomputes others from these and forward inputs.
 
@@ -130,6 +134,9 @@ def recompute_activations(
         keep, offload: tensors of the forward graph to take: unchanged, or from host memory.
         as_read: whether each activation is recomputed right before the gradient reads it. Else all are recomputed
             first, and the gradient graph is called.
+        all_wait: whether all inputs wait for the first incoming gradient, those that only the gradient reads, too, as
+            in `jax.checkpoint`. XLA for TPUs then casts a float32 weight once, instead of within each product that
+            reads the weight. Else only the operands of recomputed ops wait, as few as ensure recomputation.
 
     Returns:
         The information of the new graph, and the bindings of the gradient graph's inputs in it.
@@ -153,21 +160,25 @@ def recompute_activations(
             source = host_copies.get(t, t)
             expected.append((source, Fwd))
             saved_input = graph.add_input_like(source)
-            values[t] = _reloaded(saved_input, t, first) if t in host_copies else saved_input
+            if t in host_copies:
+                values[t] = _reloaded(saved_input, t, first)
+            else:
+                values[t] = recomputed_after(saved_input, first) if all_wait else saved_input
         bound |= _further_inputs(info)
         if as_read:
             missing = {t: forward_t for t, forward_t in activations.items() if forward_t not in values}
             bound |= {t: values[forward_t] for t, forward_t in activations.items() if t not in missing}
 
             def compute(t: popxl.Tensor, latest: popxl.Tensor | None) -> popxl.Tensor:
-                _compute(recomputed.leading_to(t, values), values, first if latest is None else latest, inputs)
+                leading, latest = recomputed.leading_to(t, values), first if latest is None else latest
+                _compute(leading, values, latest, inputs, {*values} - recomputed.saved - inputs)
                 return _forward_tensor(t, values)
 
             fetched = {t: partial(compute, forward_t) for t, forward_t in missing.items()}
             _, copies = copy_graph(grad, Transfers(fetched=fetched), graph, bound)
             bound |= copies
         else:
-            _compute(recomputed, values, first, inputs)
+            _compute(recomputed, values, first, inputs, waiting={*values} if all_wait else set())
             bound |= {t: _forward_tensor(forward_t, values) for t, forward_t in activations.items()}
             for t in _ordered(ops.call(grad, inputs_dict=bound)):
                 popxl.graph_output(t)
@@ -221,20 +232,26 @@ class RecomputedOps(NamedTuple):
         return self._replace(ops=[self.ops[i] for i in sorted(needed)])
 
 
-def _compute(recomputed: RecomputedOps, values: _Bound, first: popxl.Tensor, available: set[popxl.Tensor]) -> None:
+def _compute(
+    recomputed: RecomputedOps,
+    values: _Bound,
+    first: popxl.Tensor,
+    available: set[popxl.Tensor],
+    waiting: set[popxl.Tensor],
+) -> None:
     """Copy ops into the current graph.
 
     Args:
         values: tensors of the current graph by those of the forward graph; extended by the results.
         first: the gradient that the copies wait for.
         available: inputs of their graph that do not wait for it.
+        waiting: values that wait for it; extended by the results.
     """
-    waiting = recomputed.reads.intersection(values) - recomputed.saved - available
     delayed: _Bound = {}
     for op, inner in recomputed.ops:
         with get_current_context().located_at(op.ipu, op.io_tiles):
             if inner is not None:
-                _compute_in_part(op, inner, values, first, waiting)
+                _compute_in_part(op, inner, values, delayed, first, waiting)
                 continue
             for t in _to_wait(op, waiting, available):
                 delayed[t] = recomputed_after(_forward_tensor(t, values), first)
@@ -273,7 +290,7 @@ def _to_wait(op: Op, waiting: set[popxl.Tensor], available: set[popxl.Tensor]) -
 
 
 def _compute_in_part(
-    call: Op, inner_ops: RecomputedOps, values: _Bound, first: popxl.Tensor, waiting: set[popxl.Tensor]
+    call: Op, inner_ops: RecomputedOps, values: _Bound, delayed: _Bound, first: popxl.Tensor, waiting: set[popxl.Tensor]
 ) -> None:
     """Copy some ops of a called graph into the current graph, in place of the call. Extends `values` by results, and
     `waiting` by those that wait for `first`."""
@@ -281,8 +298,11 @@ def _compute_in_part(
     inputs = {inner: t for inner, t in zip(run.inputs, run.operands, strict=True) if inner in inner_ops.reads}
     outputs = [*zip(run.outputs, call.outputs, strict=True)]
     known_values = inputs | {inner: t for inner, t in outputs if inner in inner_ops.saved and t in values}
-    inner_values = {inner: _forward_tensor(t, values) for inner, t in known_values.items()}
-    _compute(inner_ops, inner_values, first, {inner for inner, t in inputs.items() if t not in waiting})
+    inner_values = {
+        inner: delayed[t] if t in delayed else _forward_tensor(t, values) for inner, t in known_values.items()
+    }
+    inner_waiting = {inner for inner, t in known_values.items() if t in waiting}
+    _compute(inner_ops, inner_values, first, inputs.keys() - inner_waiting, inner_waiting)
     values |= {t: inner_values[inner] for inner, t in known_values.items()}
     for inner, t in outputs:
         if inner in inner_values:

@@ -463,6 +463,30 @@ def test_what_is_compiled_is_what_jax_makes(target: str) -> None:
 
 
 @pytest.mark.targets
+@pytest.mark.parametrize(
+    ("policy", "of_jax"), [("nothing", "nothing_saveable"), ("products", "dots_with_no_batch_dims_saveable")]
+)
+def test_recomputation_costs_what_jax_checkpoint_costs(policy: str, of_jax: str) -> None:
+    def block(x: Any, w: Any, v: Any) -> Any:
+        return x + jax.nn.gelu(x @ w) @ v
+
+    def costs(block: Any, value_and_grad: Any) -> tuple[int, int, int | None]:
+        def loss(weights: Any, x: Any) -> Any:
+            for pair in jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights):
+                x = block(x, *pair)
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        x = jax.ShapeDtypeStruct((8192, 512), jnp.bfloat16)
+        pair = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 2048), (2048, 512))]
+        found = popxl.analyze(jax.jit(value_and_grad(loss)), [pair] * 3, x, target="tpu v5e")
+        return found.memory.device, found.cost.bytes_accessed, found.cost.cycles
+
+    ours = costs(jax.jit(block), partial(addons.value_and_grad, memory=policy))
+    checkpointed = jax.checkpoint(block, policy=getattr(jax.checkpoint_policies, of_jax))
+    assert ours == pytest.approx(costs(checkpointed, jax.value_and_grad), rel=0.02)
+
+
+@pytest.mark.targets
 def test_a_budget_of_sharded_arrays() -> None:
     target = popxl.Target("gpu h100:4")
     mesh = target.mesh(data=4)

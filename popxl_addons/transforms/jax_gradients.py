@@ -229,7 +229,7 @@ class _TracedFunction:
             value, *_ = results = forward.graph.outputs
             reached = leading_to(forward.graph, [value])
             required = [t for t in dict.fromkeys(forward.graph.inputs[i] for i in wanted) if t in reached]
-            planned = PlannedGradients(forward.graph, _requested(memory), all_wait=True)
+            planned = PlannedGradients(forward.graph, _requested(memory), inputs_wait=True)
             backward = autodiff(forward, [value], required, memory=planned) if required else None
             streams = [popxl.h2d_stream(spec.shape, spec.dtype, f"array{i}") for i, spec in enumerate(specs)]
             site = forward.call_with_info(*map(ops.host_load, streams))

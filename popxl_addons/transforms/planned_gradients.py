@@ -70,7 +70,8 @@ class PlannedGradients:
     Args:
         memory: a plan, which names each planned graph; or a policy for all of them.
         micro_batches, optimizer_state: what the program does besides, which its plan states.
-        all_wait: whether all inputs of gradient graphs of called graphs wait for a gradient, as in `jax.checkpoint`.
+        inputs_wait: whether inputs and kept products wait for a gradient in the gradients of called graphs, as in
+            `jax.checkpoint`.
 
     Attributes:
         name: name of the model, unique among those of the program that `memory` was given to.
@@ -83,7 +84,7 @@ class PlannedGradients:
         memory: MemoryPlan | MemoryPolicy,
         micro_batches: int = 1,
         optimizer_state: StateLocation = "device",
-        all_wait: bool = False,
+        inputs_wait: bool = False,
     ) -> None:
         if not isinstance(memory, MemoryPlan) and memory not in get_args(MemoryPolicy):
             policies = ", ".join(map(repr, get_args(MemoryPolicy)))
@@ -99,7 +100,7 @@ class PlannedGradients:
             calls[op.called_graphs[0]] += times
         self.covers_model = not calls
         """Whether the model is planned as a whole: activations are then recomputed right before they are read."""
-        self._all_wait = all_wait and not self.covers_model
+        self._inputs_wait = inputs_wait and not self.covers_model
         if self.covers_model:
             calls[model] = 1
         self._graphs = {graph: _PlannedGraph(name, calls[graph]) for graph, name in _names(calls).items()}
@@ -211,7 +212,7 @@ class PlannedGradients:
         """A gradient that recomputes activations, except for those that are kept or offloaded."""
         if info.forward_graph not in self._handwritten:
             apply_patterns([info.graph])
-        planned, _ = recompute_activations(info, keep, offload, self.covers_model, self._all_wait)
+        planned, _ = recompute_activations(info, keep, offload, self.covers_model, self._inputs_wait)
         return planned
 
     def with_treatments(self, infos: Mapping[popxl.Graph, GradGraphInfo]) -> dict[popxl.Graph, GradGraphInfo]:

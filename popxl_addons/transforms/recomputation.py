@@ -12,7 +12,7 @@ import popxl
 from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import check_type
-from popxl.extend.graphs import has_effect, ipus_by_graph, is_attention, is_call, reachable
+from popxl.extend.graphs import has_effect, ipus_by_graph, is_attention, is_call, own_flops, reachable
 from popxl.extend.ops import Op, available_after_all, recomputed_after, scheduled_after
 from popxl.tensor import Constant
 from popxl.transforms import ExpectedConnectionType, GradGraphInfo
@@ -126,7 +126,7 @@ def recompute_activations(
     keep: Collection[popxl.Tensor],
     offload: Collection[popxl.Tensor],
     as_read: bool = False,
-    all_wait: bool = False,
+    inputs_wait: bool = False,
 ) -> tuple[GradGraphInfo, _Bound]:
     """Gradient graph that takes some activations and recomputes others from these and forward inputs.
 
@@ -134,9 +134,10 @@ def recompute_activations(
         keep, offload: tensors of the forward graph to take: unchanged, or from host memory.
         as_read: whether each activation is recomputed right before the gradient reads it. Else all are recomputed
             first, and the gradient graph is called.
-        all_wait: whether all inputs wait for the first incoming gradient, those that only the gradient reads, too, as
-            in `jax.checkpoint`. XLA for TPUs then casts a float32 weight once, instead of within each product that
-            reads the weight. Else only the operands of recomputed ops wait, as few as ensure recomputation.
+        inputs_wait: whether the inputs of the graph and kept products wait for the first incoming gradient, those that
+            only the gradient reads, too, as in `jax.checkpoint`. XLA for TPUs then casts a float32 weight once, instead
+            of within each product that reads it. Other kept values do not: XLA may compute them again where they are
+            read. Without this, operands of recomputed ops wait, as few as ensure recomputation.
 
     Returns:
         The information of the new graph, and the bindings of the gradient graph's inputs in it.
@@ -155,6 +156,7 @@ def recompute_activations(
         bound = {t: graph.add_input_like(t) for t in gradients}
         first = next(iter(bound.values()))
         values: _Bound = {}
+        waiting = set[popxl.Tensor]()
         expected = [(forward_t, FwdGrad) for forward_t in gradients.values()]
         for t in saved:
             source = host_copies.get(t, t)
@@ -162,8 +164,11 @@ def recompute_activations(
             saved_input = graph.add_input_like(source)
             if t in host_copies:
                 values[t] = _reloaded(saved_input, t, first)
+            elif inputs_wait and (t in inputs or _is_product(t)):
+                values[t] = recomputed_after(saved_input, first)
+                waiting.add(t)
             else:
-                values[t] = recomputed_after(saved_input, first) if all_wait else saved_input
+                values[t] = saved_input
         bound |= _further_inputs(info)
         if as_read:
             missing = {t: forward_t for t, forward_t in activations.items() if forward_t not in values}
@@ -178,7 +183,7 @@ def recompute_activations(
             _, copies = copy_graph(grad, Transfers(fetched=fetched), graph, bound)
             bound |= copies
         else:
-            _compute(recomputed, values, first, inputs, waiting={*values} if all_wait else set())
+            _compute(recomputed, values, first, inputs, waiting)
             bound |= {t: _forward_tensor(forward_t, values) for t, forward_t in activations.items()}
             for t in _ordered(ops.call(grad, inputs_dict=bound)):
                 popxl.graph_output(t)
@@ -309,6 +314,12 @@ def _compute_in_part(
             values.setdefault(t, inner_values[inner])
             if inner not in known_values:
                 waiting.add(t)
+
+
+def _is_product(t: popxl.Tensor) -> bool:
+    """Whether a product computes a tensor, or the tensor that it is a view of."""
+    op = t.origin.producer
+    return op is not None and own_flops(op).products > 0
 
 
 def _forward_tensor(t: popxl.Tensor, values: _Bound) -> popxl.Tensor:

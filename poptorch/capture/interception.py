@@ -112,11 +112,12 @@ def _making(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def handle(self: FunctionInterceptor, *args: Any, **kwargs: Any) -> Any:
         with self:
-            args = tuple(map(with_stacked_numbers, args))
-            kwargs = {name: with_stacked_numbers(each) for name, each in kwargs.items()}
+            stacked = tuple(map(with_stacked_numbers, args))
+            by_name = {name: with_stacked_numbers(each) for name, each in kwargs.items()}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "To copy construct from a tensor")
-            return function(*args, **kwargs)
+            if any(a is not b for a, b in zip([*args, *kwargs.values()], [*stacked, *by_name.values()], strict=True)):
+                warnings.filterwarnings("ignore", "To copy construct from a tensor")  # from the stacked one
+            return function(*stacked, **by_name)
 
     return handle
 

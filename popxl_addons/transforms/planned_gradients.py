@@ -212,7 +212,8 @@ class PlannedGradients:
         """A gradient that recomputes activations, except for those that are kept or offloaded."""
         if info.forward_graph not in self._handwritten:
             apply_patterns([info.graph])
-        planned, _ = recompute_activations(info, keep, offload, self.covers_model, self._inputs_wait)
+        how = {"as_read": self.covers_model, "inputs_wait": self._inputs_wait}
+        planned, _ = recompute_activations(info, keep, offload, **how)
         return planned
 
     def with_treatments(self, infos: Mapping[popxl.Graph, GradGraphInfo]) -> dict[popxl.Graph, GradGraphInfo]:

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +137,14 @@ def _run(arguments: Sequence[str]) -> int:
             ask_for_cpu_devices(target.count)  # devices for the program's arrays
         if target is not None:
             target.devices  # noqa: B018  # that there is no compiler is said now
-    for name in ("pictures", "pages", "costs"):
-        _make_folder(name, getattr(options, name))
     folders = (options.pictures, options.pages, options.costs)
     asked = CommandArgs(file, options.args, *folders, target, function, **check_fields)
-    if options.command == "plan":
-        with _problems_of("plan"):
-            budget = bytes_of(options.budget, "--budget")
-        return plan(asked, budget, saved, options.compilations)
-    return {"show": show, "check": check_program, "report": report, "tune": tune}[options.command](asked)
+    with _folder("pictures", asked.pictures), _folder("pages", asked.pages), _folder("costs", asked.costs):
+        if options.command == "plan":
+            with _problems_of("plan"):
+                budget = bytes_of(options.budget, "--budget")
+            return plan(asked, budget, saved, options.compilations)
+        return {"show": show, "check": check_program, "report": report, "tune": tune}[options.command](asked)
 
 
 @contextmanager
@@ -170,12 +169,21 @@ def _program_of(options: argparse.Namespace) -> tuple[Path, str]:
     return file, function
 
 
-def _make_folder(option: str, folder: Path | None) -> None:
+@contextmanager
+def _folder(option: str, folder: Path | None) -> Iterator[None]:
+    """Make a folder; if nothing was written into it, remove it afterwards."""
+    new = [] if folder is None else [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise _WrongUse(f"--{option} {folder}: {problem.strerror}.") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # of a folder that is not empty
+            for each in new:
+                each.rmdir()
 
 
 def _options_of_plan(arguments: Sequence[str]) -> Sequence[str]:

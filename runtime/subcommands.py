@@ -222,13 +222,13 @@ def report(asked: CommandArgs) -> int:
 
 def _report_function(asked: CommandArgs) -> int:
     """Print the analysis of a program's JAX function, for the arguments of its first call, where the program stops."""
-    program = AnalyzedNames(asked.function, asked.target)
     try:
+        program = AnalyzedNames(asked.function, asked.target)
         stopped, code = run_file(asked.file, asked.arguments, program)
     except PopxlError as problem:
         return fail(str(problem), 1)
     if program.analysis is None:
-        reason = f"{asked.file} does not call a function {asked.function!r} of its own: there is nothing to report."
+        reason = f"{program.absence(asked.file)}: there is nothing to report."
         hint = "Only names at the top level of the file are found: define the function there, or import it there."
         return code or fail(f"{reason} {hint}", 1)
     print(f"\n=== {asked.function} ===\n\n{program.analysis}\n\nStopped at {stopped}: it is not run.")
@@ -261,7 +261,8 @@ def diff(old: str, new: str, machine: str | None, exit_code: bool) -> int:
 def function_of(description: str) -> tuple[str, str]:
     """Split `FILE.py:NAME` into file and function name; the latter is "" without a colon."""
     file, colon, name = description.rpartition(":")
-    return (file, name) if colon and file.endswith(".py") and name.isidentifier() else (description, "")
+    is_name = all(part.isidentifier() for part in name.split("."))
+    return (file, name) if colon and file.endswith(".py") and is_name else (description, "")
 
 
 _KITS = ("popxl_addons", "poptorch")
@@ -294,16 +295,16 @@ def _costs(description: str, target: Target | None) -> list[Cost]:
         if function:
             program = AnalyzedNames(function, target)
             _, code = run_file(file, (), program)
+            absence = program.absence(file)
             costs = [program.analysis.cost] if program.analysis is not None else []
         else:
             machine = WatchingMachine(Machine() if target is None else TargetMachine(target))
             with watched(machine):
                 _, code = run_file(file, ())
+            absence = f"{file} makes no session"
             costs = [cost_of(compiled) for _, compiled in machine.programs]
     if code or not costs:
-        raise PopxlError(
-            f"{description} {f'ended with the exit code {code}' if code else 'compiles nothing'}: it has no cost."
-        )
+        raise PopxlError(f"{f'{description} ended with the exit code {code}' if code else absence}: it has no cost.")
     return costs
 
 
@@ -381,7 +382,7 @@ def _compiled_sessions(asked: CommandArgs, requesting: _Requesting) -> _Compiled
     with requesting() as requested, watched(machine), silenced_stdout():
         _, code = run_file(asked.file, asked.arguments)
     if code or not machine.programs:
-        raise _compiles_nothing(asked, code, "makes no session")
+        raise _compiles_nothing(asked, code, f"{asked.file} makes no session")
     return requested, partial(planned_program, machine.programs)
 
 
@@ -391,13 +392,13 @@ def _compiled_function(asked: CommandArgs, requesting: _Requesting) -> _Compiled
     with watched(WatchingMachine(asked.idle_machine())), silenced_stdout():
         _, code = run_file(asked.file, asked.arguments, names)
     if code or names.analysis is None:
-        raise _compiles_nothing(asked, code, f"does not call a function {asked.function!r} of its own")
+        raise _compiles_nothing(asked, code, names.absence(asked.file))
     return names.requested, partial(compiled_function, names.analysis, asked.target)
 
 
 def _compiles_nothing(asked: CommandArgs, code: int, why: str) -> PopxlError:
-    ended = f"ended with the exit code {code}" if code else f"{why}, so there is nothing to compile"
-    return PopxlError(f"{asked.file} {ended}.")
+    ended = f"{asked.file} ended with the exit code {code}" if code else f"{why}, so there is nothing to compile"
+    return PopxlError(f"{ended}.")
 
 
 def _print_progress(line: str) -> None:

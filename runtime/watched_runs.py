@@ -49,6 +49,11 @@ class AnalyzedNames(UserDict[str, Any]):
         self, name: str, target: Target | None, requesting: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
         super().__init__()
+        if "." in name:
+            raise PopxlError(
+                f"{name!r} is a method, and only functions at the top level of a file are found: define one that calls "
+                "it there."
+            )
         self.module = ModuleType("__main__")
         self.data = self.module.__dict__
         self.data["__builtins__"] = __builtins__
@@ -58,6 +63,12 @@ class AnalyzedNames(UserDict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, self._analyzed(value) if name == self._name and callable(value) else value)
+
+    def absence(self, file: Path) -> str:
+        """Why there is no analysis of a file that ended normally: start of a sentence."""
+        if isinstance(self.data.get(self._name), Ir):
+            return f"{file}:{self._name} is an Ir, and not a JAX function ({file} alone gives its sessions)"
+        return f"{file} does not call a function {self._name!r} of its own"
 
     def _analyzed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)

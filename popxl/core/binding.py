@@ -8,8 +8,11 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+
 from popxl.base.arguments import check_type
 from popxl.base.log import Logger
+from popxl.base.names import identifier
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
 from popxl.module import Module
@@ -47,8 +50,9 @@ def build_graph(graph: Graph, fn: Callable[..., Any] | Module, args: tuple[Any, 
         ) from None
     bound.apply_defaults()
     with graph:
+        convert = _convert_tree if takes_trees(fn) else _convert
         for name, parameter in signature.parameters.items():
-            bound.arguments[name] = _convert(graph, parameter, bound.arguments[name])
+            bound.arguments[name] = convert(graph, parameter, bound.arguments[name])
         results = fn(*bound.args, **bound.kwargs)
         for t in _tensors_returned(fn, results):
             graph.add_output(t)
@@ -67,6 +71,23 @@ def _convert(graph: Graph, parameter: inspect.Parameter, value: Any) -> Any:
         inputs = [_input(graph, spec, f"{name}_{i}", by_ref) for i, spec in enumerate(value)]
         return tuple(inputs) if parameter.kind is parameter.VAR_POSITIONAL else inputs
     return value
+
+
+def takes_trees(fn: Any) -> bool:
+    """Test whether arguments and results of `fn` are trees, as those of functions of JAX are."""
+    return getattr(fn, "_takes_trees", False)
+
+
+def _convert_tree(graph: Graph, parameter: inspect.Parameter, value: Any) -> Any:
+    """Convert an argument for a function of JAX, replacing each tensor of a tree by an input named after its path."""
+
+    def convert(path: tuple[Any, ...], leaf: Any) -> Any:
+        keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+        names = keys if parameter.kind is parameter.VAR_KEYWORD else [parameter.name, *keys]
+        by_ref = _is_by_ref(parameter.annotation)
+        return _input(graph, leaf, "_".join(map(identifier, names)), by_ref) if _is_spec(leaf) else leaf
+
+    return jax.tree.map_with_path(convert, value)
 
 
 def is_input(argument: Any) -> bool:
@@ -115,6 +136,8 @@ def _input(graph: Graph, spec: Any, name: str, by_ref: bool) -> Tensor:
 def _tensors_returned(fn: Any, results: Any) -> list[Tensor]:
     if results is None:
         return []
+    if takes_trees(fn):
+        results = jax.tree.leaves(results)
     if isinstance(results, Tensor):
         return [results]
     outputs = list(results) if isinstance(results, Iterable) else [results]

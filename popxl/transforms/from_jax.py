@@ -55,7 +55,8 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Use it inside any graph, or pass it to `Ir.create_graph`. Tensor arguments (also inside of lists, tuples and dicts)
     represent arrays; all others are passed to `fn` unchanged. The result is that of `fn`, with tensors in place of
-    arrays.
+    arrays. `Ir.create_graph` makes inputs and outputs of all tensors in arguments and results, in the order of
+    `jax.tree.leaves`.
 
     Equations that hold functions become graphs, with an op that runs them:
 
@@ -138,6 +139,7 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     name = getattr(fn, "__qualname__", None) or name_of(fn)
     of_tensors.__qualname__ = name
+    of_tensors._takes_trees = True  # type: ignore[attr-defined]
     return of_tensors
 
 

@@ -240,6 +240,27 @@ def test_an_interrupted_program(command: Any, name: str) -> None:
     assert command("raise KeyboardInterrupt", name, "FILE") == (130, "", "popxl: interrupted.\n")
 
 
+def test_folders_that_stay_empty_are_removed(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    for folder in ("old", "old/costs", "new/costs"):
+        assert command("raise KeyboardInterrupt", "report", "--costs", str(tmp_path / folder), "FILE")[0] == 130
+    assert {each.name for each in tmp_path.iterdir()} == {"old", "program.py"} and not [*(tmp_path / "old").iterdir()]
+
+
+def test_names_that_are_no_functions(command: Any, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    for arguments in (("diff", f"{file}:ir", "FILE"), ("report", f"{file}:ir"), ("plan", "--budget=1GB", f"{file}:ir")):
+        code, _, err = command("import popxl\nir = popxl.Ir()", *arguments)
+        assert code and f"{file}:ir is an Ir, and not a JAX function ({file} alone gives its sessions)" in err
+    for arguments in (
+        ("diff", f"{file}:M.f", "FILE"),
+        ("report", f"{file}:M.f"),
+        ("plan", f"{file}:M.f", "--budget=1GB"),
+    ):
+        code, _, err = command("class M: f = id", *arguments)
+        assert code and "'M.f' is a method, and only functions at the top level of a file are found" in err
+
+
 def test_a_program_without_an_ir(command: Any) -> None:
     code, _, err = command("print('hello')", "show", "FILE")
     assert code == 1

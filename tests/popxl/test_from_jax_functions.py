@@ -266,3 +266,22 @@ def test_a_shard_map_over_several_devices_is_for_to_jax() -> None:
     ir = popxl.Ir()
     graph = ir.create_graph(build, popxl.TensorSpec((4,), popxl.float32))
     np.testing.assert_array_equal(popxl.to_jax(graph)(x), [2, 4])
+
+
+def test_trees_are_inputs_and_outputs_of_graphs() -> None:
+    def layer(parameters, *xs, scale, **others):
+        product = xs[0] @ parameters["w"] + parameters["b"][0]
+        return {"y": product * scale, "rest": (xs[1], [others["q"]])}
+
+    values = {"w": MATRIX, "b": [X[0, :3], None]}, X[:, :3], X[:, 0]
+
+    def build(*variables):
+        parameters, *xs = jax.tree.unflatten(jax.tree.structure(values), variables)
+        ir, q = popxl.gcg().ir, popxl.TensorSpec((), popxl.float32)
+        graph = ir.create_graph(popxl.from_jax(layer), parameters, *xs, scale=2, q=q)
+        assert [*graph.inputs_by_name] == ["parameters_b_0", "parameters_w", "xs_0", "xs_1", "q"]
+        return ops.call(graph, *variables, 3.0)
+
+    expected = jax.tree.leaves(layer(*values, scale=2, q=np.float32(3)))
+    for value, other in zip(evaluate(build, *jax.tree.leaves(values)), expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-6)

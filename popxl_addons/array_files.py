@@ -248,11 +248,22 @@ DTYPES: dict[str, Any] = {
 
 
 class InSafetensors(NamedTuple):
-    """Position, dtype name and shape of an array in a safetensors file."""
+    """An array in a safetensors file: position, dtype name and shape."""
 
+    path: Path
     start: int
     dtype: str
     shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        numpy_dtype = DTYPES.get(self.dtype)
+        return f"{self.dtype if numpy_dtype is None else np.dtype(numpy_dtype).name}{list(self.shape)}"
+
+    def mapped(self) -> np.ndarray:
+        """Memory-mapped values, read on access."""
+        if 0 in self.shape:
+            return np.empty(self.shape, DTYPES[self.dtype])
+        return np.memmap(self.path, DTYPES[self.dtype], "r", self.start, self.shape)
 
 
 def safetensors_in(path: Path) -> tuple[dict[str, InSafetensors], dict[str, str]]:
@@ -272,7 +283,7 @@ def safetensors_in(path: Path) -> tuple[dict[str, InSafetensors], dict[str, str]
         raise UnreadableFileError(f"`{path}` is damaged: {problem}") from problem
     metadata = header.pop("__metadata__", None) or {}
     return {
-        name: InSafetensors(8 + length + about["data_offsets"][0], about["dtype"], tuple(about["shape"]))
+        name: InSafetensors(path, 8 + length + about["data_offsets"][0], about["dtype"], tuple(about["shape"]))
         for name, about in header.items()
     }, metadata
 

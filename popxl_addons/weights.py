@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from popxl.errors import UnreadableFileError
 from popxl.extend.files import replace_file
 from popxl.extend.processes import Instance, launched
 from popxl.tensor import Variable
-from popxl_addons.array_files import DTYPES, safetensors_in
+from popxl_addons.array_files import DTYPES, InSafetensors, safetensors_in
 from popxl_addons.dot_tree import DotTree
 from popxl_addons.weight_names import GPT2, LLAMA, QWEN, Names, Stored, pattern
 
@@ -35,26 +34,6 @@ FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 # Contents of files ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A weight in a file: location, dtype, shape."""
-
-    path: Path
-    start: int
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        numpy_dtype = DTYPES.get(self.dtype)
-        return f"{self.dtype if numpy_dtype is None else np.dtype(numpy_dtype).name}{list(self.shape)}"
-
-    def mapped(self) -> np.ndarray:
-        """Memory-mapped values, read on access."""
-        if 0 in self.shape:
-            return np.empty(self.shape, DTYPES[self.dtype])
-        return np.memmap(self.path, DTYPES[self.dtype], "r", self.start, self.shape)
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -80,12 +59,12 @@ def _files_in(folder: Path) -> list[Path]:
     return candidates
 
 
-def _weights_at(place: str | os.PathLike[str]) -> dict[str, _Weight]:
+def _weights_at(place: str | os.PathLike[str]) -> dict[str, InSafetensors]:
     path = Path(place).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"load_safetensors: there is no file or folder `{path}`.")
     files = _files_in(path) if path.is_dir() else [path]
-    return {name: _Weight(file, *about) for file in files for name, about in safetensors_in(file)[0].items()}
+    return {name: weight for file in files for name, weight in safetensors_in(file)[0].items()}
 
 
 # Loading --------------------------------------------------------------------------------------------------------------
@@ -157,7 +136,7 @@ class _Load(NamedTuple):
     """A weight of a file, and the variable that takes it."""
 
     variable: Variable
-    weight: _Weight
+    weight: InSafetensors
     stored: Stored
 
     def copy(self) -> None:
@@ -205,7 +184,7 @@ def _loads(
     return loads
 
 
-def _are_equal(weights: Mapping[str, _Weight], *names: str) -> bool:
+def _are_equal(weights: Mapping[str, InSafetensors], *names: str) -> bool:
     """Whether a file has weights of two names, with the same numbers."""
     arrays = [weights[name].mapped() for name in names if name in weights and weights[name].dtype in DTYPES]
     return len(arrays) == len(names) and all(np.array_equal(arrays[0], array) for array in arrays)
@@ -287,7 +266,7 @@ def _rows(
     return targets
 
 
-def _problem(v: Variable, weight: _Weight, stored: Stored, narrow: bool) -> str:
+def _problem(v: Variable, weight: InSafetensors, stored: Stored, narrow: bool) -> str:
     """Reason why a weight cannot fill a variable; empty if compatible."""
     wanted, source = v.dtype.as_numpy(), DTYPES.get(weight.dtype)
     shape = _shape_as_ours(weight.shape, stored)

@@ -13,7 +13,8 @@ from jax import lax
 
 import popxl
 from poptorch.lowering.emission import next_seed
-from poptorch.lowering.operands import axis_of, promoted
+from poptorch.lowering.linalg import product
+from poptorch.lowering.operands import axis_of
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.extend.ops import print_tensor_kind
@@ -50,10 +51,7 @@ def ipu_print_tensor(
     return print_tensor_kind(tensor, title=title, print_self=True, print_gradient=print_gradient, style=style)
 
 
-@lowers("poptorch.serializedMatMul")
-def serialized_matmul(lhs: popxl.Tensor, rhs: popxl.Tensor, **how: Any) -> popxl.Tensor:
-    lhs, rhs = promoted(lhs, rhs)
-    return ops.matmul(lhs, rhs)
+lowers("poptorch.serializedMatMul")(lambda lhs, rhs, **how: product(lhs, rhs))
 
 
 @lowers("poptorch.dynamic_slice")

@@ -38,13 +38,7 @@ def steps(
     totals = [a + b for a, b in zip(live, upper, strict=True)]
     ticks = svg.ticks(max(totals, default=below))
     across, up = svg.scale(len(lower) or 1, svg.LEFT, svg.WIDTH - svg.RIGHT), svg.scale(ticks[-1], base, svg.TOP)
-
-    def area(first: int, bottoms: Sequence[float], tops: Sequence[float], style: str, tip: str = "") -> str:
-        upper_edge = svg.corners(first, tops, across, up)
-        lower_edge = reversed(svg.corners(first, bottoms, across, up))
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (*upper_edge, *lower_edge))
-        return f'<polygon points="{points}" class="{style}">{f"<title>{escape(tip)}</title>" if tip else ""}</polygon>'
-
+    area = partial(svg.area, across, up)
     elements = [svg.text(svg.LEFT, 20, title, "start", 13)]
     for value in ticks:
         elements += [

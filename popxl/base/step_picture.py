@@ -57,10 +57,7 @@ def step_picture(
     used = [layer for layer in layers if any(layer.heights)]
     for i, layer in enumerate(used):
         x, y = svg.LEFT - 60 + 200 * (i % 4), _BASE + 46 + 18 * (i // 4)
-        elements += [
-            f'<rect x="{x}" y="{y - 9}" width="10" height="10" class="{layer.style}"/>',
-            svg.text(x + 16, y, layer.name, "start"),
-        ]
+        elements += svg.legend_entry(x, y, layer.name, layer.style)
     return svg.picture(_BASE + 58 + 18 * ((len(used) - 1) // 4), elements)
 
 
@@ -78,11 +75,8 @@ def _memory(layers: Sequence[Layer], phases: Mapping[str, tuple[float, float]]) 
     for layer in layers:
         tops = [a + b for a, b in zip(bottoms, layer.heights, strict=True)]
         if tops != bottoms:
-            above = svg.corners(0, tops, across, up)
-            below = reversed(svg.corners(0, bottoms, across, up))
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (*above, *below))
-            title = f"<title>{layer.name}: {bytes_text(max(layer.heights))} at most</title>"
-            elements.append(f'<polygon points="{points}" class="{layer.style}">{title}</polygon>')
+            tip = f"{layer.name}: {bytes_text(max(layer.heights))} at most"
+            elements.append(svg.area(across, up, 0, bottoms, tops, layer.style, tip))
         bottoms = tops
     for name, (start, end) in phases.items():
         x1, x2 = (margin + (_PLOT_END - margin) * share for share in (start, end))

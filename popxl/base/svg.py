@@ -78,16 +78,25 @@ def text(x: float, y: float, text: str, anchor: str = "end", size: int = 11, sty
     return f'<text {place} class="{style}">{escape(text)}</text>'
 
 
+def legend_entry(x: float, y: float, name: str, style: str) -> list[str]:
+    """A square of the style, and its name."""
+    return [f'<rect x="{x}" y="{y - 9}" width="10" height="10" class="{style}"/>', text(x + 16, y, name, "start")]
+
+
 def legend(entries: Sequence[tuple[str, str]], y: float, width: float = 255) -> list[str]:
-    parts = []
-    for i, (name, style) in enumerate(entries):
-        x = LEFT + width * i
-        parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" class="{style}"/>')
-        parts.append(text(x + 16, y, name, "start"))
-    return parts
+    return [part for i, entry in enumerate(entries) for part in legend_entry(LEFT + width * i, y, *entry)]
 
 
-def corners(first: int, heights: Sequence[float], across: Scale, up: Scale) -> list[tuple[float, float]]:
+def area(
+    across: Scale, up: Scale, first: int, bottoms: Sequence[float], tops: Sequence[float], style: str, tip: str = ""
+) -> str:
+    """The area between two lines of steps; the tip is shown under the pointer."""
+    edges = (*_corners(first, tops, across, up), *reversed(_corners(first, bottoms, across, up)))
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in edges)
+    return f'<polygon points="{points}" class="{style}">{f"<title>{escape(tip)}</title>" if tip else ""}</polygon>'
+
+
+def _corners(first: int, heights: Sequence[float], across: Scale, up: Scale) -> list[tuple[float, float]]:
     """The corners of a line of steps, those on straight parts left out."""
     corners: list[tuple[float, float]] = []
     for i, value in enumerate(heights):

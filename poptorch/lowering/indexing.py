@@ -33,9 +33,9 @@ def _indexed_ref(t: Any, indices: Sequence[Any], dims: Sequence[int], aligned: b
     return t.at[tuple(subscripts)]
 
 
-def _gradient_of_picked(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
+def _gradient_of_picked(forward: Any, gs: tuple[popxl.Tensor]) -> dict[int, popxl.Tensor]:
     op = forward.op
-    if gs[0] is None or not forward.wants(0):
+    if not forward.wants(0):
         return {}
     indices = (forward.read(t) for t in op.inputs[1:])
     return {0: _gathered_gradient(gs[0], *indices, shape=op.inputs[0].shape, **op.attributes)}
@@ -99,11 +99,9 @@ def repeat_interleave(repeats: Any, *, output_size: int) -> Any:
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-def _scattered_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
+def _scattered_gradient(forward: Any, gs: tuple[popxl.Tensor]) -> dict[int, popxl.Tensor]:
     """Scatter gradients as in PyTorch; duplicate sources of one position all count as the written one."""
-    op, g = forward.op, gs[0]
-    if g is None:
-        return {}
+    op, (g,) = forward.op, gs
     a = op.attributes
     position = {"dims": a["dims"], "aligned": a["aligned"]}
     indices = [forward.read(t) for t in op.inputs[2:]]

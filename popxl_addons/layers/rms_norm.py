@@ -41,8 +41,6 @@ def _spec(t: Any, weight: Any, *, eps: float) -> popxl.TensorSpec:
 
 
 def _gradient(forward: Any, gs: Any) -> dict[int, popxl.Tensor]:
-    if gs[0] is None:
-        return {}
     found = _rms_norm_grad(gs[0], *map(forward.read, forward.op.inputs), **forward.op.attributes)
     return {i: gradient for i, gradient in enumerate(found) if forward.wants(i)}
 

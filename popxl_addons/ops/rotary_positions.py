@@ -98,9 +98,9 @@ def _rotary_spec(t: Any, first: Any, **how: Any) -> popxl.TensorSpec:
 def _declared(name: str, back: bool) -> OpKind:
     """Declare a rotation, whose gradient is the one the other way: XLA makes several kernels of its transpose."""
 
-    def gradient(forward: Any, gs: Sequence[popxl.Tensor | None]) -> dict[int, popxl.Tensor]:
+    def gradient(forward: Any, gs: Sequence[popxl.Tensor]) -> dict[int, popxl.Tensor]:
         (g,), (_, first) = gs, forward.op.inputs
-        return {} if g is None else {0: _ROTATIONS[not back](g, forward.read(first), **forward.op.attributes)}
+        return {0: _ROTATIONS[not back](g, forward.read(first), **forward.op.attributes)}
 
     return OpKind(
         name,

@@ -100,7 +100,7 @@ def graph_of(function: Callable[..., Any], *inputs: Any) -> popxl.Graph:
 
 def training(x: popxl.Tensor, ws: Sequence[popxl.Tensor], update: Callable[..., Any]) -> list[popxl.Tensor]:
     """All layers, then all their gradients, then all updates."""
-    graph = graph_of(layer, SPEC, ws[0])
+    graph = graph_of(layer, x, ws[0])
     info, sites, found = autodiff(graph), [], []
     for w in ws:
         sites.append(ops.call_with_info(graph, x, w))
@@ -431,6 +431,28 @@ def test_in_a_loop_with_accumulation() -> None:
 
     run = rolled(build, [TURNS, TURNS], transfers=3)
     assert "concatenate" not in run.session.program.executable.as_text()
+
+
+def test_accumulators_that_start_as_zeros() -> None:
+    """They are in no variables, and too large to be copied for a loop: all of them are one array from the start."""
+    width = 40
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        ws = weights(shape=(width, width))
+        wide = popxl.variable(np.linspace(-1, 1, 2 * width, dtype=np.float32).reshape(2, width), name="wide")
+        sums = [ops.init(w.shape, w.dtype, f"sum{i}", "zero") for i, w in enumerate(ws)]
+
+        def batch(x: popxl.TensorByRef, *ts: popxl.TensorByRef) -> None:
+            of_weight = dict(zip(ts[:TURNS], ts[TURNS:], strict=True))
+            training(x, ts[:TURNS], lambda w, dw: ops.var_updates.accumulate_(of_weight[w], dw))
+            ops.scaled_add_(x, ops.tanh(x), b=0.5)
+
+        ops.repeat(graph_of(batch, wide, *ws, *sums), 3, wide, *ws, *sums)
+        for w, total in zip(ws, sums, strict=True):
+            descend(w, total)
+        return sums[:1]
+
+    rolled(build, [TURNS, TURNS])
 
 
 def test_remote_buffers() -> None:

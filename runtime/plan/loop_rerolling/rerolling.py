@@ -143,10 +143,11 @@ def _has_products(loop: RerolledLoop) -> bool:
 
 
 def _prepares_operand(op: Op) -> bool:
-    """Whether an op communicates between replicas, or has one operand and one result of equal shape, such as a cast."""
-    if len(op.inputs) != 1 or len(op.outputs) != 1 or op.runs or op.kind.view or op.kind.exchange or op.kind.effect:
+    """Whether an op makes a value for iterations alone: it communicates between replicas, has one operand and one result
+    of equal shape, such as a cast, or no operand, such as the zeros that an accumulator starts from."""
+    if len(op.inputs) > 1 or len(op.outputs) != 1 or op.runs or op.kind.view or op.kind.exchange or op.kind.effect:
         return False
-    return op.kind.between_replicas or op.inputs[0].shape == op.outputs[0].shape
+    return not op.inputs or op.kind.between_replicas or op.inputs[0].shape == op.outputs[0].shape
 
 
 def _lowered_ops(items: Iterable[Item]) -> Iterator[Op]:

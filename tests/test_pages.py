@@ -76,7 +76,7 @@ def test_there_are_programs() -> None:
         "checking": 1,
         "extending": 6,
         "jax": 7,
-        "memory": 7,
+        "memory": 8,
         "popxl-programs": 1,
         "pytorch": 3,
         "scaling": 8,

@@ -67,6 +67,7 @@ from popxl.ops.float8 import pow2scale_cast_from_fp8, pow2scale_cast_to_fp8
 from popxl.ops.getitem import getitem  # noqa: F401
 from popxl.ops.host import arange, host_load, host_store, init, print_tensor
 from popxl.ops.index import gather, groupedgather, tied_gather
+from popxl.ops.linear_cross_entropy import linear_cross_entropy
 from popxl.ops.logic import (
     equal,
     greater,
@@ -199,6 +200,7 @@ __all__ = [
     "less",
     "less_equal",
     "log",
+    "linear_cross_entropy",
     "log_softmax",
     "logical_and",
     "logical_not",

@@ -127,7 +127,7 @@ def log_softmax(t: Tensor, axis: int) -> Tensor:
 # Negative log likelihood --------------------------------------------------------------------------------------------
 
 
-def _flat(labels: Any) -> Any:
+def flat_labels(labels: Any) -> Any:
     """Flatten labels to a signed integer vector, mapping uint32 back to values such as -100."""
     return labels.reshape(-1).astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
 
@@ -140,7 +140,7 @@ def _label_values(t: Any, labels: Any, otherwise: float = 0) -> Any:
     return jnp.where(in_range, selected[:, 0], otherwise).astype(wide_dtype(t))
 
 
-def _label_mask(labels: Any, ignore_index: int | None) -> tuple[Any, Any]:
+def label_mask(labels: Any, ignore_index: int | None) -> tuple[Any, Any]:
     """Mask of counted labels, flattened, with their number."""
     limits = np.iinfo(labels.dtype)
     if ignore_index is None or not limits.min <= ignore_index <= limits.max:
@@ -151,7 +151,7 @@ def _label_mask(labels: Any, ignore_index: int | None) -> tuple[Any, Any]:
 
 def _loss(logs: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:
     """The loss, from the logarithms of what the flat labels pick."""
-    counts, count = _label_mask(labels, ignore_index)
+    counts, count = label_mask(labels, ignore_index)
     losses = jnp.where(counts, -logs, 0)  # not a product: ignored elements may be infinite
     if reduction == "none":
         return losses
@@ -160,7 +160,7 @@ def _loss(logs: Any, labels: Any, ignore_index: int | None, reduction: str) -> A
 
 def _scale(g: Any, labels: Any, ignore_index: int | None, reduction: str, dtype: Any) -> Any:
     """The incoming gradient of the loss of each flat label: none, for what is ignored."""
-    counts, count = _label_mask(labels, ignore_index)
+    counts, count = label_mask(labels, ignore_index)
     g = g.reshape(-1).astype(dtype)
     return jnp.where(counts, g / count if reduction == "mean" else g, 0)
 
@@ -181,14 +181,14 @@ def _smallest(dtype: Any, float32: float) -> float:
 
 
 def _nll_lowering(probs: Any, labels: Any, *, ignore_index: int | None, reduction: str, log_prob: bool) -> Any:
-    flat = _flat(labels)
+    flat = flat_labels(labels)
     selected = _label_values(probs, flat)
     logs = selected if log_prob else jnp.log(jnp.maximum(selected, _smallest(probs.dtype, 1e-7)))
     return _loss(logs, flat, ignore_index, reduction).reshape(labels.shape if reduction == "none" else ())
 
 
 def _nll_backward(g: Any, probs: Any, labels: Any, *, ignore_index: int | None, reduction: str, log_prob: bool) -> Any:
-    flat = _flat(labels)
+    flat = flat_labels(labels)
     slope = -_scale(g, flat, ignore_index, reduction, wide_dtype(probs))
     if not log_prob:
         slope /= jnp.maximum(_label_values(probs, flat), _smallest(probs.dtype, 1e-10))
@@ -233,7 +233,7 @@ _nll = OpKind(
 def _fused_lowering(
     probs: Any, labels: Any, loss_grad: Any, *, ignore_index: int | None, reduction: str
 ) -> tuple[Any, Any]:
-    flat = _flat(labels)
+    flat = flat_labels(labels)
     loss = _loss(jnp.log(_label_values(probs, flat) + 1e-7), flat, ignore_index, reduction)
     rows = probs.reshape(-1, probs.shape[-1]).astype(wide_dtype(probs))
     scale = _scale(loss_grad, flat, ignore_index, reduction, rows.dtype)
@@ -251,8 +251,8 @@ _fused = OpKind(
 )
 
 
-def _ignored(name: str, labels: Tensor, ignore_index: int | None) -> int | None:
-    """Ignored label in `_flat` form: unsigned values in the upper half become negative."""
+def ignored_label(name: str, labels: Tensor, ignore_index: int | None) -> int | None:
+    """Ignored label in `flat_labels` form: unsigned values in the upper half become negative."""
     if ignore_index is None:
         return None
     index = integer(ignore_index, f"{name}: `ignore_index`")
@@ -294,7 +294,7 @@ def nll_loss(
     Example:
         >>> loss = ops.nll_loss(ops.softmax(logits, axis=-1), labels)
     """
-    ignored = _ignored("nll_loss", labels, ignore_index)
+    ignored = ignored_label("nll_loss", labels, ignore_index)
     of_logs = flag(log_prob, "nll_loss: `log_prob`")
     return _nll(probs, labels, ignore_index=ignored, reduction=reduction, log_prob=of_logs)
 
@@ -330,7 +330,7 @@ def nll_loss_with_softmax_grad(
         >>> loss, dx = ops.nll_loss_with_softmax_grad(ops.softmax(x, axis=-1), labels, loss_grad=64)
     """
     how: dict[str, Any] = {
-        "ignore_index": _ignored("nll_loss_with_softmax_grad", labels, ignore_index),
+        "ignore_index": ignored_label("nll_loss_with_softmax_grad", labels, ignore_index),
         "reduction": reduction,
     }
     return _scaled(_fused, probs, labels, loss_grad, how)
@@ -362,7 +362,7 @@ def _surprise(x: Any, top: Any, totals: Any, labels: Any, ignore_index: int | No
 
     Labels select from the logits, which are in memory: selecting from the distances would materialise all of them.
     """
-    flat = _flat(labels)
+    flat = flat_labels(labels)
     logs = _label_values(x, flat, -math.inf) - top[:, 0] - jnp.log(totals[:, 0])
     loss = _loss(logs, flat, ignore_index, reduction)
     return loss.reshape(labels.shape if reduction == "none" else ())
@@ -370,7 +370,7 @@ def _surprise(x: Any, top: Any, totals: Any, labels: Any, ignore_index: int | No
 
 def _learned(g: Any, probs: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:
     """Logit gradient, as rows."""
-    flat = _flat(labels)
+    flat = flat_labels(labels)
     return _towards_labels(probs, flat, _scale(g, flat, ignore_index, reduction, probs.dtype))
 
 
@@ -384,7 +384,7 @@ def _cross_entropy_backward(g: Any, x: Any, labels: Any, *, ignore_index: int | 
     return _learned(g, powers / totals, labels, ignore_index, reduction).reshape(x.shape)
 
 
-def _cross_entropy_with_grad_lowering(
+def cross_entropy_and_gradient(
     x: Any, labels: Any, loss_grad: Any, *, ignore_index: int | None, reduction: str
 ) -> tuple[Any, Any]:
     top, powers, totals = _powers(x)
@@ -405,7 +405,7 @@ _cross_entropy = OpKind(
 )
 _cross_entropy_with_grad = OpKind(
     "CrossEntropyWithGrad",
-    _cross_entropy_with_grad_lowering,
+    cross_entropy_and_gradient,
     shape=_with_gradient,
     result=("loss", "dx"),
     gradient=None,
@@ -444,7 +444,7 @@ def cross_entropy(
         >>> loss.shape
         ()
     """
-    ignored = _ignored("cross_entropy", labels, ignore_index)
+    ignored = ignored_label("cross_entropy", labels, ignore_index)
     return _cross_entropy(x, labels, ignore_index=ignored, reduction=reduction)
 
 
@@ -477,5 +477,5 @@ def cross_entropy_with_grad(
         >>> dx.shape
         (1, 3)
     """
-    how = {"ignore_index": _ignored("cross_entropy_with_grad", labels, ignore_index), "reduction": reduction}
+    how = {"ignore_index": ignored_label("cross_entropy_with_grad", labels, ignore_index), "reduction": reduction}
     return _scaled(_cross_entropy_with_grad, x, labels, loss_scaling, how)

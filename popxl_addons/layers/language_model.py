@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 import popxl
 from popxl import initial, ops
+from popxl.extend.arguments import integer
+from popxl.extend.ops import chunk_count
 from popxl.replica_grouping import Groups
 from popxl_addons import weights
 from popxl_addons.layers.embedding import TiedEmbedding
@@ -290,6 +292,15 @@ class _CachedBlock(TransformerBlock):
         return super().build(x, cache=Cache(keys, values, first, slot))
 
 
+class _LanguageHead(Linear):
+    """Logits; or, given labels, their mean cross entropy."""
+
+    def build(self, x: popxl.Tensor, labels: popxl.Tensor | None = None, chunks: int | None = None) -> popxl.Tensor:
+        if labels is None:
+            return super().build(x)
+        return ops.linear_cross_entropy(x, self._weight(x), labels, chunks=chunks)
+
+
 class LanguageModel(Module):
     """A language model: next-token logits for each text position.
 
@@ -321,7 +332,7 @@ class LanguageModel(Module):
         self.layers = Module()
         self.norm: Module = LayerNorm() if config.norm == "layer" else RMSNorm()
         if not config.tied:
-            self.head = Linear(config.vocabulary, bias=False)
+            self.head = _LanguageHead(config.vocabulary, bias=False)
 
     def build(
         self,
@@ -331,6 +342,8 @@ class LanguageModel(Module):
         logits: bool = True,
         slot: popxl.Tensor | None = None,
         slots: int = 1,
+        labels: popxl.Tensor | None = None,
+        chunks: int | None = None,
     ) -> popxl.Tensor:
         """Integer `tokens` of shape (batch, length) to logits of shape (batch, length, vocabulary).
 
@@ -342,6 +355,8 @@ class LanguageModel(Module):
             logits: whether to return logits; otherwise their input: of shape (batch, length, width).
             slot, slots: position of a new text while others continue: its index among the `slots` texts in `keys` and
                 `values`, an int32 tensor of one element. The other texts are unchanged.
+            labels: expected tokens, of the shape of `tokens`: the result is then the mean cross entropy of the logits,
+                in float32, by `ops.linear_cross_entropy` with `chunks`.
         """
         if tokens.rank != 2:
             raise ValueError(f"LanguageModel: `tokens` has the shape {tokens.shape}; expected (batch, length).")
@@ -363,7 +378,9 @@ class LanguageModel(Module):
         x = self.norm(x, self.config.eps)
         if not logits:
             return x
-        return x @ table.T if self.config.tied else self.head(x)
+        if not self.config.tied:
+            return self.head(x, labels, chunks)
+        return x @ table.T if labels is None else ops.linear_cross_entropy(x, table.T, labels, chunks=chunks)
 
     def _block(self, texts: int, max_length: int) -> TransformerBlock:
         config = self.config
@@ -389,6 +406,12 @@ class NextTokenLoss(Module):
 
     Args:
         model: module from integer tokens of shape (batch, length) to logits of shape (batch, length, vocabulary).
+        chunks: number of chunks of the tokens whose logits exist at a time; more than one is for a `LanguageModel`. By
+            default, its logits are computed in chunks if there are more than 2³⁰; see `ops.linear_cross_entropy`.
+
+    Raises:
+        TypeError: for `chunks` that is not an integer.
+        ValueError: for `chunks` below 1, or above 1 with another model.
 
     Example:
         >>> config = LanguageConfig(vocabulary=100, width=8, layers=2, heads=2, context=16)
@@ -398,11 +421,25 @@ class NextTokenLoss(Module):
         ((), (8, 32))
     """
 
-    def __init__(self, model: Module) -> None:
+    def __init__(self, model: Module, chunks: int | None = None) -> None:
         super().__init__()
-        self.model = model
+        if chunks is not None:
+            chunks = integer(chunks, "NextTokenLoss: `chunks`")
+            if chunks < 1:
+                raise ValueError(f"NextTokenLoss: `chunks` is {chunks}; expected 1 or more, or None.")
+            if chunks > 1 and not isinstance(model, LanguageModel):
+                raise ValueError(
+                    f"NextTokenLoss: `chunks` is {chunks}, and `model` is a {type(model).__name__}, whose logits are "
+                    "made as a whole. Expected a `LanguageModel`; for another model, use `ops.linear_cross_entropy`."
+                )
+        self.model, self.chunks = model, chunks
 
     def build(self, tokens: popxl.Tensor) -> popxl.Tensor:
         """Integer `tokens` of shape (batch, length): each but the last predicts the one after it, in float32."""
+        if isinstance(self.model, LanguageModel):
+            predictions = tokens.shape[0] * (tokens.shape[1] - 1)
+            chunks = self.chunks or chunk_count(predictions, self.model.config.vocabulary)
+            if chunks > 1:
+                return self.model(tokens[:, :-1], labels=tokens[:, 1:], chunks=chunks)
         logits = self.model(tokens[:, :-1]).astype(popxl.float32)
         return cross_entropy(logits.reshape((-1, logits.shape[-1])), tokens[:, 1:].flatten())

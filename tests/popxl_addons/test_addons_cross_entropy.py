@@ -1,10 +1,14 @@
 """Cross entropy against its formula in NumPy."""
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 
 import popxl
 import popxl_addons as addons
+from popxl_addons.layers import LanguageConfig, LanguageModel, Linear, NextTokenLoss
 from popxl_addons.ops.cross_entropy import cross_entropy, cross_entropy_with_grad
 from tests.tolerances import assert_near
 
@@ -152,3 +156,57 @@ def test_errors(ir):
 def test_the_functions_and_their_module():
     assert addons.cross_entropy is addons.ops.cross_entropy is cross_entropy
     assert addons.cross_entropy_with_grad is addons.ops.cross_entropy_with_grad is cross_entropy_with_grad
+
+
+# The loss of language models ----------------------------------------------------------------------------------------
+
+
+def trained(tied: bool, chunks: int | None, replicas: int = 1, **how: Any) -> tuple[list[np.ndarray], set[str]]:
+    """Losses of three steps, and the ops of the model's graph."""
+    config = LanguageConfig(vocabulary=19, width=8, layers=1, heads=2, context=8, tied=tied)
+    np.random.seed(0)
+    ir = popxl.Ir(replicas)
+    with ir.main_graph:
+        tokens = popxl.h2d_stream((4, 6), popxl.int32, "tokens")
+        loss = NextTokenLoss(LanguageModel(config), chunks)
+        step = addons.train_step(loss, tokens, optimizer=partial(addons.optimizers.sgd, lr=0.5), **how)
+        out = addons.host_store(step.loss)
+    batches = np.random.default_rng(1).integers(0, 19, (3, *(replicas,) * (replicas > 1), 4, 6)).astype(np.int32)
+    with popxl.Session(ir, "ipu_model") as session:
+        losses = [np.array(session.run({tokens: batch})[out]) for batch in batches]
+    return losses, {op.op_type for graph in ir.graphs for op in graph.ops}
+
+
+@pytest.mark.thorough(but_each=3)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "how", [{}, {"micro_batches": 2}, {"replicas": 2, "sharded": True}, {"memory": "nothing"}], ids=str
+)
+def test_logits_in_chunks(tied: bool, how: dict[str, Any]) -> None:
+    whole, ops_of_whole = trained(tied, None, **how)
+    chunked, ops_of_chunks = trained(tied, 3, **how)
+    np.testing.assert_allclose(chunked, whole, rtol=1e-5)
+    assert "LinearCrossEntropy" in ops_of_chunks - ops_of_whole
+
+
+def test_logits_beyond_a_limit_are_in_chunks_by_default() -> None:
+    config = LanguageConfig(vocabulary=2**17, width=8, layers=1, heads=2, context=2**10)
+    with popxl.Ir().main_graph:
+        for texts, is_chunked in ((8, False), (9, True)):
+            spec = popxl.TensorSpec((texts, 2**10 + 1), popxl.int32)
+            _, graph = NextTokenLoss(LanguageModel(config)).create_graph(spec)
+            assert (graph.graph.ops[-2].op_type == "LinearCrossEntropy") is is_chunked
+
+
+@pytest.mark.parametrize(
+    ("model", "chunks", "error", "message"),
+    [
+        (LanguageModel, 0, ValueError, "NextTokenLoss: `chunks` is 0; expected 1 or more"),
+        (LanguageModel, 2.5, TypeError, "NextTokenLoss: `chunks` must be an integer; got 2.5"),
+        (Linear, 2, ValueError, "`model` is a Linear, whose logits are made as a whole"),
+    ],
+)
+def test_chunks_that_are_none(model: Any, chunks: Any, error: type[Exception], message: str) -> None:
+    config = LanguageConfig(vocabulary=19, width=8, layers=1, heads=2, context=8)
+    with pytest.raises(error, match=message):
+        NextTokenLoss(model(config) if model is LanguageModel else model(19), chunks)

@@ -171,6 +171,11 @@ ROWS = [
         lambda x, w, y, b: F.linear_cross_entropy(x, w, y, linear_bias=b, label_smoothing=0.1),
         (normal(4, 6), normal(3, 2, 6), whole(4, 2, high=3), normal(3, 2)),
     ),
+    Row(
+        "linear_cross_entropy, in chunks",
+        lambda x, w, y: F.linear_cross_entropy(x, w, y, options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=3)),
+        (normal(4, 6), normal(3, 6), whole(4, high=3)),
+    ),
     *(Row(f"torch.{name}", function, tensors) for name, function, tensors in _OF_TORCH),
     Row("cross_entropy of one", lambda x: F.cross_entropy(x, torch.tensor(1)), (normal(3),)),
     Row("cross_entropy of none", lambda x: F.cross_entropy(x, torch.tensor([-100, -100])), (normal(2, 3),)),

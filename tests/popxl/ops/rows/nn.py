@@ -82,6 +82,18 @@ def flat_cross_entropy(probs: Any, labels: Any, ignore_index: int | None = None,
     return flat.reshape(labels.shape) if reduction == "none" else flat
 
 
+def linear_cross_entropy(
+    x: Array, weight: Array, labels: Array, ignore_index: int | None = None, reduction: str = "mean", chunks: int = 1
+) -> Array:
+    probs = softmax(x.astype(np.float64) @ weight.astype(np.float64), -1)
+    ignored = np.zeros(labels.shape, bool) if ignore_index is None else labels.astype(int) == ignore_index
+    return counted(-np.log(np.where(ignored, 1, picked(probs, labels))), labels, ignore_index, reduction)
+
+
+def linear_cross_entropy_of_torch(x: Any, weight: Any, labels: Any, chunks: int | None = None, **how: Any) -> Any:
+    return flat_cross_entropy((x @ weight).softmax(-1), labels, **how)
+
+
 PROBS = softmax(values("float32", (2, 3, 4)), -1)
 
 
@@ -219,4 +231,26 @@ NN = [
         bad=[bad(ValueError, "`reduction` is 'max'", PROBS, LABELS, reduction="max"),
              bad(PopxlError, "a label for each row", PROBS, i32(1, 2)),
              bad(PopxlError, "`loss_grad` is one number", PROBS, LABELS, f32(1, 2))]),
+    Row("linear_cross_entropy", linear_cross_entropy,
+        [*(sample(*(np.round(values(d, s)) for s in ((2, 3, 5), (5, 4))), LABELS, reduction="sum", chunks=2,
+                  dtype="float32") for d in FLOATS.split()),  # logits that halves have
+         *(sample(values("float32", (6, 5)), values("float32", (5, 4)), LABELS, reduction="sum", chunks=n,
+                  ignore_index=ignored) for n, ignored in ((6, 1), (4, -100), (1, None), (None, 2))),
+         sample(values("float32", (6, 5)), values("float32", (5, 4)), np.array([3, 2**32 - 1, 2, 1, 0, 2], np.uint32),
+                reduction="sum", chunks=2, ignore_index=2**32 - 1, torch=False),
+         sample(np.zeros((0, 5), np.float32), values("float32", (5, 4)), np.zeros(0, np.int32), reduction="sum")],
+        "LinearCrossEntropy", "loss", adds=4, differentiable=(0, 1), tolerance=4e-6,
+        torch=linear_cross_entropy_of_torch,
+        bad=[bad(ValueError, "^linear_cross_entropy: `reduction` is 'none'; expected 'mean' or 'sum'", X, Y.T, INTS[0],
+                 reduction="none"),
+             bad(ValueError, r"`chunks` is 7; expected 1 to 6, the number of samples",
+                 values("float32", (6, 5)), values("float32", (5, 4)), LABELS, chunks=7),
+             bad(TypeError, "^linear_cross_entropy: `chunks` must be an integer; got 2.5", values("float32", (6, 5)),
+                 values("float32", (5, 4)), LABELS, chunks=2.5),
+             bad(PopxlError, r"expected `x` of shape \(..., features\) and `weight` of shape \(features, classes\)",
+                 values("float32", (6, 5)), values("float32", (4, 5)), LABELS, chunks=2),
+             bad(PopxlError, r"expected `labels` to be 6 integers, one for each row of `x`; got int32 of shape \(3,\)",
+                 values("float32", (6, 5)), values("float32", (5, 4)), i32(1, 2, 3), chunks=2),
+             bad(PopxlError, "the operands have different dtypes", values("float32", (6, 5)), values("float16", (5, 4)),
+                 LABELS, chunks=2)]),
 ]  # fmt: skip

@@ -621,9 +621,10 @@ OF_COMPLEX = {
 REFUSING_COMPLEX = set(
     "ceil floor erf softplus gelu geluerf relu sign fmod greater greater_equal less less_equal clip increment_mod "
     "maximum minimum max min sumsquare l1 l2 std var logsumexp median lamb_square argmax argmin topk histogram softmax "
-    "log_softmax attention nll_loss nll_loss_with_softmax_grad batch_norm_inference group_norm layer_norm conv "
-    "conv_transpose max_pool roi_align interpolate accumulate_square_ accumulate_moving_average_square_ adam_updater "
-    "lamb_updater adamax_updater adam_var_update complex polar view_as_complex rfft cast".split()
+    "log_softmax attention nll_loss nll_loss_with_softmax_grad linear_cross_entropy batch_norm_inference group_norm "
+    "layer_norm conv conv_transpose max_pool roi_align interpolate accumulate_square_ adam_updater "
+    "accumulate_moving_average_square_ lamb_updater adamax_updater adam_var_update complex polar view_as_complex rfft "
+    "cast".split()
 )
 """Those that need an order, or the square of a length, or would make real numbers of complex ones."""
 

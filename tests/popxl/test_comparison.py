@@ -63,6 +63,38 @@ def test_a_loss_is_compared_whose_stream_is_named_after_it() -> None:
         assert [each.what for each in report.differences] == ["mean_out_stream"] * is_wrong
 
 
+class Shifted(addons.Module):
+    """Logits to which one number is added: its gradient is zero but for rounding errors, and for a slope."""
+
+    def build(self, x: popxl.Tensor, slope: float) -> popxl.Tensor:
+        w = self.add_variable_input("w", partial(np.random.normal, size=(6, 5)), x.dtype)
+        shift = self.add_variable_input("shift", partial(np.zeros, ()), x.dtype)
+        labels = popxl.constant(np.arange(x.shape[0]) % 5, popxl.int32)
+        return addons.cross_entropy(x @ w + shift, labels) + slope * shift
+
+
+@pytest.mark.parametrize(("slope", "is_wrong"), [(0.0, False), (0.1, True), (0.1, False)])
+def test_what_rounding_errors_decide_is_left_out(slope: float, is_wrong: bool) -> None:
+    """Adam divides a gradient by its size. The number is compared if it has a slope."""
+
+    def program(axes: dict[str, int]) -> popxl.Ir:
+        np.random.seed(0)
+        ir = popxl.Ir(axes=axes)
+        with ir.main_graph, popxl.in_sequence():
+            x = popxl.h2d_stream((40 // axes["data"], 6), F32, "x")
+            adamw = partial(optimizers.adamw, lr=0.1)
+            step = addons.train_step(Shifted(), x, optimizer=adamw, slope=slope)
+            ops.host_store(popxl.d2h_stream((), F32, "loss"), step.loss)
+            if axes["data"] > 1 and is_wrong:
+                ops.scaled_add_(step.variables.shift, step.variables.shift, b=1e-3)
+        return ir
+
+    report = compare(program, axes={"data": 2}, steps=2)
+    assert [each.what for each in report.differences] == ["shift"] * is_wrong
+    reasons = {"rounding errors decide its value, on one replica, too"}
+    assert {*report.left_out.values()} == (set() if slope else reasons)
+
+
 def ring_attention(axes: dict[str, int]) -> popxl.Ir:
     """Texts in pieces, which go round the replicas along `text`."""
     return kit(partial(Ring, "text"), axes, (4 // axes["data"], 8 // axes["text"], 8))

@@ -166,6 +166,9 @@ def _program_of(options: argparse.Namespace) -> tuple[Path, str]:
     if not file.is_file():
         why = "is a folder" if file.is_dir() else "does not exist"
         raise _WrongUse(f"{name!r} {why}; expected a Python file.")
+    if file.read_bytes()[:1] == b"{":
+        hint = "; `popxl diff` takes the first two" if options.command in ("show", "report") else ""
+        raise _WrongUse(f"{name!r} is a saved program, costs or a notebook{hint}; expected a Python file.")
     return file, function
 
 
@@ -195,6 +198,8 @@ def _options_of_plan(arguments: Sequence[str]) -> Sequence[str]:
     own = ("--target", "--budget", "--save", "--pages", "--compilations")
     while end < len(arguments) and arguments[end].partition("=")[0] in own:
         end += 1 if "=" in arguments[end] else 2
+    if end > len(arguments):  # the value of the last one is missing
+        return arguments
     return ["plan", *arguments[file + 1 : end], *arguments[1 : file + 1], *arguments[end:]]
 
 

@@ -135,7 +135,7 @@ def check_program(asked: CommandArgs) -> int:
             print(f"\n=== {ir!r} ===\n\n{findings}")
         if asked.single_replica_args is not None and not code:
             try:
-                comparison = _compared_run(asked.file, asked.arguments, asked.single_replica_args, number)
+                comparison = _compared_run(asked.file, asked.arguments, asked.single_replica_args, number, ir)
             except (PopxlError, ValueError) as problem:
                 return fail(f"--run: {problem}", 2)
             data[-1]["comparison"] = asdict(comparison)
@@ -155,17 +155,18 @@ _HOW = (
 )
 
 
-def _compared_run(file: Path, arguments: Sequence[str], single_replica_args: Sequence[str], number: int) -> Comparison:
+def _compared_run(
+    file: Path, arguments: Sequence[str], single_replica_args: Sequence[str], number: int, ir: Ir
+) -> Comparison:
     """Run an Ir from a file, and its single-replica copy, and compare both.
 
     Args:
         single_replica_args: arguments of the program for one replica; empty for the same ones.
-        number: index of the Ir among those that the file builds.
+        number, ir: the Ir, and its index among those that the file builds. It is built again to be run.
 
     Raises:
         PopxlError: for an Ir without named axes, or an Ir that the file does not build for one replica.
     """
-    ir = _irs_built(file, arguments, {})[number]
     axes = ir.axes
     if math.prod(axes.values()) < 2:
         raise PopxlError(f"{ir!r} has no named axes of several replicas, such as those of `popxl.Ir(axes=...)`.")
@@ -175,9 +176,10 @@ def _compared_run(file: Path, arguments: Sequence[str], single_replica_args: Seq
         raise PopxlError(f"{problem} {_HOW}") from problem
     if len(single_irs) <= number or single_irs[number].replication_factor != 1:
         raise PopxlError(f"the program does not build {ir!r} for one replica. {_HOW}")
+    replicated = _irs_built(file, arguments, {})[number]
 
     def program(sizes: dict[str, int]) -> Ir:
-        return ir if sizes == axes else single_irs[number]
+        return replicated if sizes == axes else single_irs[number]
 
     return compare(program, axes=axes)
 

@@ -247,6 +247,19 @@ def test_folders_that_stay_empty_are_removed(command: Any, tmp_path: Path) -> No
     assert {each.name for each in tmp_path.iterdir()} == {"old", "program.py"} and not [*(tmp_path / "old").iterdir()]
 
 
+def test_files_that_are_no_programs(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ir = popxl.Ir()
+    with ir.main_graph:
+        popxl.variable(1.0) + 1.0
+    ir.save(tmp_path / "saved")
+    for name in ("show", "check", "report", "tune"):
+        code, out, err = command("", name, str(tmp_path / "saved"))
+        assert (code, out) == (2, "") and "is a saved program, costs or a notebook" in err
+    with pytest.raises(SystemExit):
+        command("", "plan", "FILE", "--budget")
+    assert "required: --budget" in capsys.readouterr().err
+
+
 def test_names_that_are_no_functions(command: Any, tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     for arguments in (("diff", f"{file}:ir", "FILE"), ("report", f"{file}:ir"), ("plan", "--budget=1GB", f"{file}:ir")):

@@ -1,5 +1,4 @@
-"""Trains a network of four linear layers to read handwritten digits, then tests it on
-digits it has not seen.
+"""Trains a network of four linear layers on handwritten digits, and tests it on others.
 
     python tutorials/1_basic_concepts/mnist.py
 

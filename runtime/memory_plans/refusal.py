@@ -8,9 +8,13 @@ from typing import Any
 from popxl.analysis.memory import Memory, steps_of
 from popxl.base.pages import bytes_text
 from popxl.ir import Ir
+from popxl.values.spec import size_in_bytes
 from runtime.memory_plans.compiled import Compiled
 from runtime.memory_plans.division import ESTIMATE_SHARE, StepMemory
 from runtime.memory_plans.needs import GraphNeeds
+
+_LOSSES_OF_LOGITS = ("CrossEntropy", "LogSoftmax")
+"""Names of ops that read the logits of a loss."""
 
 _FRACTIONS = (2, 4, 8, 16, 32, 64)
 """Numbers of micro-batches considered in place of one."""
@@ -39,7 +43,7 @@ def refusal(tried: Sequence[Compiled], graphs: Sequence[GraphNeeds], budget: int
     return (
         f"memory: no plan was found within {bytes_text(budget)} of a device; the least that was compiled"
         f"{f', with {besides},' if besides else ''} needs {bytes_text(memory.device)}: {by_part}{where}. "
-        f"{values} State a budget of that or more. {advice}"
+        f"{values} State a budget of that or more. {advice}{_by_chunks(least)}"
     )
 
 
@@ -74,6 +78,19 @@ def _by_state(step: StepMemory, memory: Memory, budget: int) -> str:
         f"remain, {fits}: `sharded=True` divides variables and state over replicas, `optimizer_state='host'` keeps the "
         "state on the host; for PyTorch models `options.TensorLocations.setOptimizerLocation(TensorLocationSettings()"
         ".useOnChipStorage(False))` does."
+    )
+
+
+def _by_chunks(least: Compiled) -> str:
+    """Advice on the logits of a loss, if they need much."""
+    losses = (op for graph in least.applied.models for op in graph.ops if op.op_type in _LOSSES_OF_LOGITS)
+    size = max((size_in_bytes(op.inputs[0]) for op in losses), default=0)
+    if 10 * size < least.memory.temporaries:
+        return ""
+    return (
+        f" A loss reads {bytes_text(size)} of logits: `NextTokenLoss(model, chunks=4)`, or `ops.linear_cross_entropy` "
+        "for other models, computes a quarter of them at a time (in PyTorch, "
+        "`F.linear_cross_entropy(…, options=torch.nn.LinearCrossEntropyOptions())`)."
     )
 
 

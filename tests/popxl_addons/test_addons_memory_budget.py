@@ -33,7 +33,7 @@ from popxl.extend.memory import (
     plan_within,
     requesting_memory,
 )
-from popxl_addons import optimizers
+from popxl_addons import layers, optimizers
 from popxl_addons.transforms.activations import Treatment
 from runtime import progress
 from runtime.memory_plans.solver import Release, keep_all, solve
@@ -690,3 +690,21 @@ def test_advice_for_a_program_without_variables() -> None:
     with pytest.raises(popxl.errors.PopxlError, match="no plan was found within 1 kB") as refusal:
         addons.plan_memory(build, "1 kB")
     assert "micro-batches" in str(refusal.value) and "lax.scan" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_advice_for_logits(chunks: int) -> None:
+    """That they can be computed in chunks is said where they are not."""
+    config = layers.LanguageConfig(vocabulary=512, width=8, layers=1, heads=2, context=64)
+
+    def build(memory: Any) -> popxl.Ir:
+        ir = popxl.Ir()
+        with ir.main_graph:
+            tokens = popxl.h2d_stream((4, 65), popxl.int32, "tokens")
+            loss = layers.NextTokenLoss(layers.LanguageModel(config), chunks)
+            addons.train_step(loss, tokens, optimizer=partial(optimizers.sgd, lr=0.1), memory=memory)
+        return ir
+
+    with pytest.raises(popxl.errors.PopxlError, match="no plan was found within 1 kB") as refusal:
+        addons.plan_memory(build, "1 kB")
+    assert ("A loss reads 524 kB of logits: `NextTokenLoss(model, chunks=4)`" in str(refusal.value)) == (chunks == 1)

@@ -29,19 +29,6 @@ LONG = 16
 # Windows of a tensor ------------------------------------------------------------------------------------------------
 
 
-def _windows(
-    t: Any,
-    *,
-    kernel_size: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    auto_pad: str,
-    ceil_mode: bool,
-) -> tuple[Windows, ...]:
-    """The windows along each spatial axis."""
-    return windows_over(t.shape[2:], kernel_size, stride, padding, auto_pad, ceil_mode)
-
-
 def _pooled_shape(t: Any, **how: Any) -> TensorSpec:
     n = len(t.shape) - 2
     if n < 1:
@@ -52,7 +39,7 @@ def _pooled_shape(t: Any, **how: Any) -> TensorSpec:
     for name, least in {"kernel_size": 1, "stride": 1, "padding": 0}.items():
         if min(how[name]) < least:
             raise PopxlError(f"`{name}` is {how[name]}; expected numbers of {least} or more.")
-    counts = tuple(w.count for w in _windows(t, **how))
+    counts = tuple(w.count for w in windows_over(t.shape[2:], **how))
     if min(counts) < 1:
         raise PopxlError(f"the result would have the spatial sizes {counts}; the window does not fit into `t`.")
     return TensorSpec((*t.shape[:2], *counts), t.dtype)
@@ -108,7 +95,7 @@ def _unpadded_sizes(windows: Sequence[Windows]) -> Any:
 
 
 def _average(t: Any, **how: Any) -> Any:
-    windows = _windows(t, **how)
+    windows = windows_over(t.shape[2:], **how)
     total = Combining(lax.add, 0).over(t.astype(wide_dtype(t)), windows)
     return total / jnp.maximum(_unpadded_sizes(windows), 1).astype(total.dtype)
 
@@ -124,7 +111,7 @@ def largest_of(dtype: Any) -> Combining:
 
 
 def _max(t: Any, **how: Any) -> Any:
-    windows = _windows(t, **how)
+    windows = windows_over(t.shape[2:], **how)
     largest, counts = largest_of(t.dtype).over(t, windows), _unpadded_sizes(windows)
     return largest if np.ndim(counts) == 0 and counts else jnp.where(counts > 0, largest, jnp.zeros((), t.dtype))
 
@@ -135,7 +122,7 @@ def _max_gradient(g: Any, t: Any, **how: Any) -> Any:
     An element equals the first exactly if it equals the largest of its row, and that equals the largest of the window.
     So ties have the right gradient, and a window of 3 x 3 costs two passes of 3.
     """
-    windows = _windows(t, **how)
+    windows = windows_over(t.shape[2:], **how)
 
     def gradient(first: int, g: Any, t: Any) -> Any:
         axes = list(enumerate(windows, first))

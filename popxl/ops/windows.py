@@ -49,26 +49,26 @@ class Windows:
 
 def windows_over(
     sizes: Sequence[int],
-    kernel: Sequence[int],
-    strides: Sequence[int],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
     padding: Sequence[int],
-    pad_type: str,
+    auto_pad: str,
     ceil_mode: bool = False,
     dilation: Sequence[int] | None = None,
 ) -> tuple[Windows, ...]:
-    """The windows along each axis.
+    """The windows along each axis. The parameters after `sizes` are named like the attributes of pooling ops.
 
     Args:
-        sizes, kernel, strides, dilation: one number for each axis; dilations are 1 by default.
+        sizes, kernel_size, stride, dilation: one number for each axis; dilations are 1 by default.
         padding: padding before each axis, then after each; read for `not_set` only.
-        pad_type: a `PadType`.
+        auto_pad: a `PadType`.
         ceil_mode: whether, for `not_set`, there are as many windows as it takes to cover the end, which is padded for
             it. (Otherwise the remaining elements are in no window.)
     """
     apart = (1,) * len(sizes) if dilation is None else dilation
     pads = zip(padding, padding[len(sizes) :], strict=False)
-    axes = zip(sizes, kernel, strides, apart, pads, strict=False)
-    return tuple(_windows(*axis, pad_type, ceil_mode) for axis in axes)
+    axes = zip(sizes, kernel_size, stride, apart, pads, strict=False)
+    return tuple(_windows(*axis, auto_pad, ceil_mode) for axis in axes)
 
 
 def _windows(

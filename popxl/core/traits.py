@@ -45,10 +45,6 @@ class Trait:
         """Raise `TypeError` for op kinds incompatible with the trait."""
 
 
-def _names(value: str | Iterable[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
 @dataclass(frozen=True)
 class View(Trait):
     """The result shares storage with the operands, its *bases*.

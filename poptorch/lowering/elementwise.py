@@ -81,6 +81,9 @@ unary("neg", ops.negate, of_floats=False)
 unary("clone alias lift_fresh", ops.identity, of_floats=False)
 unary("detach", ops.detach, of_floats=False)
 
+for _name in ("cosh", "deg2rad", "exp2", "expm1", "log10", "log1p", "log2", "rad2deg", "sinc", "sinh", "tan"):
+    unary(_name, unary_op(_name, getattr(jnp, _name)))
+
 _OF_FLOATS: dict[str, Function] = {
     "acos": jnp.arccos,
     "acosh": jnp.arccosh,
@@ -88,20 +91,9 @@ _OF_FLOATS: dict[str, Function] = {
     "asinh": jnp.arcsinh,
     "atan": jnp.arctan,
     "atanh": jnp.arctanh,
-    "cosh": jnp.cosh,
-    "deg2rad": jnp.deg2rad,
-    "exp2": jnp.exp2,
-    "expm1": jnp.expm1,
     "frac": lambda t: t - jnp.trunc(t),
-    "log10": jnp.log10,
-    "log1p": jnp.log1p,
-    "log2": jnp.log2,
-    "rad2deg": jnp.rad2deg,
     "reciprocal": lambda t: 1 / t,
     "sigmoid": jax.nn.sigmoid,
-    "sinc": jnp.sinc,
-    "sinh": jnp.sinh,
-    "tan": jnp.tan,
 }
 for _name, _function in _OF_FLOATS.items():
     unary(_name, unary_op(_name, _function))

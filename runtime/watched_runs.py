@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 import os
 import runpy
+import selectors
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from functools import wraps
 from pathlib import Path
@@ -167,6 +170,10 @@ def silenced_stdout() -> Iterator[None]:
         yield
 
 
+_WAITING = (threading.__file__, selectors.__file__)
+"""Files of functions in which Python waits for other threads, or for the network."""
+
+
 class _Threads:
     """Threads of a program. One that would run a session ends, and so does the main thread, which may wait for it.
 
@@ -181,6 +188,8 @@ class _Threads:
         self._earlier, self._is_running = set(threading.enumerate()), True
         self._other_failures = threading.excepthook
         threading.excepthook = self._end  # for good: threads may outlive the main thread of the program
+        self._set_exception = Future.set_exception
+        Future.set_exception = self._future_setter()  # type: ignore[method-assign, assignment]
         self._main = threading.get_ident() if threading.current_thread() is threading.main_thread() else None
         if self._main is not None:
             self._handler = signal.signal(signal.SIGURG, self._end_main)
@@ -193,12 +202,31 @@ class _Threads:
             if self._main is not None:
                 signal.pthread_kill(self._main, signal.SIGURG)  # it also ends waiting, unlike `interrupt_main`
 
+    def _future_setter(self) -> Callable[[Future[Any], BaseException | None], None]:
+        """`Future.set_exception`, which also ends a main thread that does not ask this future, and waits forever."""
+        before = self._set_exception
+
+        def set_exception(future: Future[Any], exception: BaseException | None) -> None:
+            before(future, exception)
+            if isinstance(exception, NothingRuns) and threading.get_ident() != self._main is not None:
+                threading.Thread(target=self._end_once_waiting, args=(exception,), daemon=True).start()
+
+        return set_exception
+
+    def _end_once_waiting(self, stop: NothingRuns) -> None:
+        while self._is_running and self.stop is None:
+            time.sleep(0.5)  # in which a main thread that asks the future gets its exception
+            frame = sys._current_frames().get(self._main or 0)
+            if frame is not None and frame.f_code.co_filename in _WAITING:
+                self._end(threading.ExceptHookArgs((NothingRuns, stop, None, threading.current_thread())))
+
     def _end_main(self, *_: Any) -> NoReturn:
         raise NothingRuns
 
     def finish(self) -> None:
         """The main thread has ended."""
         self._is_running = False
+        Future.set_exception = self._set_exception  # type: ignore[method-assign]
         if self._main is not None:
             signal.signal(signal.SIGURG, self._handler)
 

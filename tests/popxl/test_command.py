@@ -412,10 +412,12 @@ _SERVER = """
 """
 
 
-def test_a_session_that_runs_in_a_thread_stops_the_program(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["threading.Thread(target=each).start()", "pool.submit(each)"])
+def test_a_session_that_runs_in_a_thread_stops_the_program(start: str, tmp_path: Path) -> None:
     # the main thread waits for an answer, and another thread, for which Python waits at its end, to be asked
     file = tmp_path / "server.py"
-    file.write_text(textwrap.dedent(_SERVER))
+    pool = "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(2)\n"
+    file.write_text(pool + textwrap.dedent(_SERVER).replace("threading.Thread(target=each).start()", start))
     stopped = "Stopped at `answers.put(session.run({x: request})[y])`"
     for name, expected in (("show", stopped), ("report", "answer 3.0")):
         command = [sys.executable, "-m", "popxl", name, str(file)]

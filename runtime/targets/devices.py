@@ -40,6 +40,10 @@ PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
 """Kinds of hardware that may be named, as JAX names them."""
 
 
+_defaults = {-1}
+"""Numbers of CPU devices that this module has configured: the environment may change them, until JAX runs."""
+
+
 def ask_for_cpu_devices(count: int | None = None) -> None:
     """Configure JAX to divide the CPU into several devices, unless JAX already runs or has a configured device count.
 
@@ -50,10 +54,13 @@ def ask_for_cpu_devices(count: int | None = None) -> None:
         count: number of devices, which overrides a number configured before; by default about the number of cores.
     """
     by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if count is None and (by_flag or jax.config.values["jax_num_cpu_devices"] != -1):
-        return
+    if count is None:
+        if jax.config.values["jax_num_cpu_devices"] not in _defaults:
+            return
+        count = -1 if by_flag else _wanted_cpu_devices()
+        _defaults.add(count)
     with contextlib.suppress(RuntimeError):  # JAX runs already
-        jax.config.update("jax_num_cpu_devices", _wanted_cpu_devices() if count is None else count)
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def _wanted_cpu_devices() -> int:
@@ -249,7 +256,7 @@ def hardware_device(wanted: DeviceCount, kind: str | None = None) -> Device:
     Raises:
         RuntimeError: if there is no hardware of this kind.
     """
-    compilers.start_jax()
+    _start_jax()
     try:
         devices = _local_devices(kind)
     except RuntimeError as problem:
@@ -278,8 +285,14 @@ def all_devices() -> list[Device]:
 
 def _local_devices(kind: str | None = None) -> list[jax.Device]:
     """This process's devices of a kind; by default, of the best platform."""
-    compilers.start_jax()
+    _start_jax()
     return jax.local_devices(backend=kind)
+
+
+def _start_jax() -> None:
+    """Initialize JAX, with the CPU devices of the environment, which a program may have changed."""
+    ask_for_cpu_devices()
+    compilers.start_jax()
 
 
 def find_device(description: str | Device | Target, ir: Ir) -> Device:

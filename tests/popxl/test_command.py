@@ -426,6 +426,32 @@ def test_a_session_that_runs_in_a_thread_stops_the_program(start: str, tmp_path:
         assert expected in done.stdout
 
 
+@pytest.mark.parametrize(
+    "assignment",
+    ["POPXL_CPU_DEVICES='5'", "XLA_FLAGS='--xla_force_host_platform_device_count=5'"],
+    ids=["popxl", "xla"],
+)
+def test_a_program_that_sets_its_number_of_cpu_devices(assignment: str, tmp_path: Path) -> None:
+    name, value = assignment.split("=", 1)
+    program = f"""
+        import os
+
+        os.environ[{name!r}] = {value}
+        import popxl
+
+        ir = popxl.Ir(replication=5)
+        with ir.main_graph:
+            popxl.variable(1.0) + 1.0
+        print(popxl.Session(ir, "ipu_hw").program.device)
+    """
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(program))
+    command = [sys.executable, "-m", "popxl", "report", str(file)]
+    environment = {each: text for each, text in os.environ.items() if each not in ("POPXL_CPU_DEVICES", "XLA_FLAGS")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(ROOT)})
+    assert done.stdout.startswith("ipu_hw (cpu:0, cpu:1, cpu:2, cpu:3, cpu:4)"), done.stderr
+
+
 def test_a_program_whose_output_is_dropped_may_change_its_output(command: Any, tmp_path: Path) -> None:
     changed = """
         import os, sys

@@ -8,8 +8,6 @@ from typing import Any
 
 __all__ = ["Sizes", "sizes_of"]
 
-EdgeType = tuple[str, str, str]
-
 
 @dataclass(frozen=True)
 class Sizes:

@@ -62,8 +62,17 @@ def multi_conv_options(
     return {**sess_opts, **attr_param, **{name: tuple(hint) for name, hint in given.items() if hint}}
 
 
-def _attributes(name: str, groups: int, pad_type: str, **sequences: Iterable[int]) -> dict[str, Any]:
+def _attributes(
+    name: str,
+    groups: int,
+    pad_type: str,
+    stride: Iterable[int],
+    padding: Iterable[int],
+    dilation: Iterable[int],
+    **of_result: Iterable[int],
+) -> dict[str, Any]:
     """Numeric convolution arguments as plain numbers."""
+    sequences = {"stride": stride, "padding": padding, "dilation": dilation, **of_result}
     plain = {key: integers(value, f"{name}: `{key}`") for key, value in sequences.items()}
     return {**plain, "groups": integer(groups, f"{name}: `groups`"), "pad_type": pad_type}
 
@@ -121,7 +130,7 @@ def conv(
         >>> y = ops.conv(images, filters, stride=(2, 2), padding=(1, 1, 1, 1))
         >>> z = ops.conv(signal, signal_filters, stride=(2,), padding=(), dilation=())
     """
-    attributes = _attributes("conv", groups, pad_type, stride=stride, padding=padding, dilation=dilation)
+    attributes = _attributes("conv", groups, pad_type, stride, padding, dilation)
     hints = multi_conv_options({}, {}, available_memory_proportions, partials_types, enable_conv_dithering)
     return conv_kind(t, weight, **attributes, **hints)
 
@@ -165,7 +174,7 @@ def conv_pow2scaled(
     """
     check_float8("conv_pow2scaled", t=t, weight=weight)
     check_scale("conv_pow2scaled", log2_scale)
-    attributes = _attributes("conv_pow2scaled", groups, pad_type, stride=stride, padding=padding, dilation=dilation)
+    attributes = _attributes("conv_pow2scaled", groups, pad_type, stride, padding, dilation)
     hints = multi_conv_options({}, {}, available_memory_proportions, None, enable_conv_dithering)
     return conv_pow2scaled_kind(t, weight, log2_scale, **attributes, **hints)
 
@@ -226,16 +235,8 @@ def conv_transpose(
     Example:
         >>> y = ops.conv_transpose(features, filters, stride=(2, 2), output_shape=(16, 16))
     """
-    attributes = _attributes(
-        "conv_transpose",
-        groups,
-        pad_type,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        output_padding=output_padding,
-        output_shape=output_shape,
-    )
+    of_result = {"output_padding": output_padding, "output_shape": output_shape}
+    attributes = _attributes("conv_transpose", groups, pad_type, stride, padding, dilation, **of_result)
     hints = multi_conv_options({}, {}, available_memory_proportions, partials_types, enable_conv_dithering)
     return conv_transpose_kind(t, weight, **attributes, **hints)
 
@@ -281,15 +282,7 @@ def conv_transpose_pow2scaled(
     """
     check_float8("conv_transpose_pow2scaled", t=t, weight=weight)
     check_scale("conv_transpose_pow2scaled", log2_scale)
-    attributes = _attributes(
-        "conv_transpose_pow2scaled",
-        groups,
-        pad_type,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        output_padding=output_padding,
-        output_shape=output_shape,
-    )
+    of_result = {"output_padding": output_padding, "output_shape": output_shape}
+    attributes = _attributes("conv_transpose_pow2scaled", groups, pad_type, stride, padding, dilation, **of_result)
     hints = multi_conv_options({}, {}, available_memory_proportions, None, enable_conv_dithering)
     return conv_transpose_pow2scaled_kind(t, weight, log2_scale, **attributes, **hints)

@@ -268,7 +268,7 @@ class Session(SessionInspection):
             if self._known_edits != self._ir.edits.count:
                 self._check_edits()
             feeds = self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs)
-            feeds = self._host_arrays.with_rounding_key(feeds)
+            feeds = self._host_arrays.completed(feeds)
             if store.device == store.host:
                 check_environment()
                 store.note_run()
@@ -289,8 +289,7 @@ class Session(SessionInspection):
         Args:
             inputs, downcast_inputs: as for `run`.
             outputs: array of each stream that the program stores to, of its shape and dtype; see `create_host_outputs`.
-                Slots that no store can reach are unchanged. Slots that a store in the branch of a conditional could
-                have reached, and has not, become zeros.
+                Slots that no store reaches are unchanged.
 
         Raises:
             ValueError, PopxlRuntimeError: as for `run`, for outputs too; and for those that cannot be filled in place.
@@ -299,7 +298,9 @@ class Session(SessionInspection):
         self._loaded_store("run_with_outputs")
         arrays = {} if outputs is None else outputs
         self._host_arrays.check_outputs(arrays)
-        self._host_arrays.fill(arrays, self.run(inputs, downcast_inputs))
+        with self._lock, self._host_arrays.keeping(arrays):
+            results = self.run(inputs, downcast_inputs)
+        self._host_arrays.fill(arrays, results)
 
     def create_host_outputs(self) -> dict[DeviceToHostStream, np.ndarray]:
         """New array for each output stream, for use with `run_with_outputs`."""

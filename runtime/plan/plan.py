@@ -111,7 +111,7 @@ class PlanStreams:
         begin, _ = self.ends[ipu]
         if begin is None:
             return {c: described_state(c, self.options_at[ipu]) for c in here}
-        states = run.call(begin, lambda: "feeds", tuple(feeds[c] for c in here if c in feeds))
+        states = run.call(begin, lambda: "feeds", tuple(feeds[s] for s in self.inputs if s in here))
         return {
             c: (self._fed(feeds[c], ipu) if array is None else array, position)
             for c, (array, position) in zip(here, states, strict=True)

@@ -150,7 +150,7 @@ def is_serializable(layout: Layout) -> bool:
 
 def _one_program(layout: Layout, executables: Sequence[Any] | None) -> tuple[Any, Callable[[], str]]:
     """Compile the entire program as one executable. Returns it, and a function that returns its StableHLO."""
-    if executables is not None:
+    if executables is not None and _feed_count(executables) == len(layout.used_inputs):
         (executable,) = executables
         return executable, executable.as_text
     report_compilation("the program", 0, 1)
@@ -166,6 +166,11 @@ def _one_program(layout: Layout, executables: Sequence[Any] | None) -> tuple[Any
 
     with CompilePool(1) as pool:
         return pool.submit(compile).result(), lowered.as_text
+
+
+def _feed_count(takers: Sequence[Any]) -> int:
+    """Number of feeds that executables take in all: those of files from before `kept_outputs` do not take these."""
+    return sum(each.in_tree.children()[0].children()[-1].num_leaves for each in takers if each is not None)
 
 
 def lowered_program(layout: Layout) -> Any:
@@ -232,6 +237,9 @@ def _plan(layout: Layout, steps: HostSteps, executables: Sequence[Any] | None) -
     channels = {ipu: _channels_in(ipu, layout, steps) for ipu in layout.compile_options}
     # Of several IPUs, some may have no streams; a single one always has a prologue and an epilogue.
     with_ends = [ipu for ipu, here in channels.items() if here or len(channels) == 1]
+    if executables is not None and layout.kept_outputs:
+        takes_all = _feed_count(executables[: 2 * len(with_ends) : 2]) == len(layout.used_inputs)
+        executables = executables if takes_all else None
     if executables is None:
         ends = {ipu: _prologue_and_epilogue(layout, ipu, channels[ipu]) for ipu in with_ends}
     else:
@@ -270,6 +278,7 @@ def _prologue_and_epilogue(layout: Layout, ipu: int, channels: Sequence[Stream |
     def has_host_layout(channel: Stream | Failure) -> bool:
         return replicas.count == 1 and not isinstance(channel, Failure) and layout.capacity[channel] > 1
 
+    uncopied = [s for s in layout.used_inputs if s not in layout.outputs and has_host_layout(s)]
     ended = [c for c in channels if not isinstance(c, HostToDeviceStream)]
     limited = [s for s in layout.limited if s in channels]
     are_donated = not limited and all(map(has_host_layout, (c for c in channels if c in layout.outputs)))
@@ -277,10 +286,7 @@ def _prologue_and_epilogue(layout: Layout, ipu: int, channels: Sequence[Stream |
     def begin_replica(feeds: Sequence[Array]) -> Any:
         states = zip(channels, layout.initial_states(feeds, channels), strict=True)
         return tuple(
-            (
-                None if c in layout.used_inputs and has_host_layout(c) else jnp.asarray(transfers),
-                jnp.asarray(position, jnp.int32),
-            )
+            (None if c in uncopied else jnp.asarray(transfers), jnp.asarray(position, jnp.int32))
             for c, (transfers, position) in states
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -75,6 +76,8 @@ class HostArrays:
         self._excess = tuple(s for s in excess if s not in layout.limited)
         self._expected = tuple((s, layout.host_shape(s), in_transit(s.dtype)) for s in given)
         self._unread = self._inputs.difference(layout.used_inputs)
+        kept = layout.kept_outputs
+        self._kept = tuple(np.zeros(layout.host_shape(s), in_transit(s.dtype)) for s in kept)
         self._rounding = next((i for i, s in enumerate(layout.used_inputs) if isinstance(s, RoundingKey)), None)
 
     # In -------------------------------------------------------------------------------------------------------------
@@ -105,19 +108,33 @@ class HostArrays:
             return tuple(array for (s, *_), array in zip(self._expected, arrays, strict=True) if s not in self._unread)
         return tuple(arrays)
 
-    def with_rounding_key(self, feeds: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Feeds of a run, including the key of stochastic rounding if the program rounds."""
-        if self._rounding is None:
-            return feeds
-        ir = self._layout.main.ir
-        seed = seed_of(ir)
-        assert seed is not None  # a session has made it
-        key = np.array(np.broadcast_to(next_key(seed), self._layout.host_shape(ir.rounding_key)))
-        return (*feeds[: self._rounding], key, *feeds[self._rounding :])
+    def completed(self, feeds: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Feeds of a run, including the key of stochastic rounding if the program rounds, and what outputs hold that it
+        may leave as they are."""
+        if self._rounding is not None:
+            ir = self._layout.main.ir
+            seed = seed_of(ir)
+            assert seed is not None  # a session has made it
+            key = np.array(np.broadcast_to(next_key(seed), self._layout.host_shape(ir.rounding_key)))
+            feeds = (*feeds[: self._rounding], key, *feeds[self._rounding :])
+        return (*feeds, *self._kept) if self._kept else feeds
 
-    def _converted(
-        self, stream: HostToDeviceStream, value: Any, shape: tuple[int, ...], dtype: Any, downcast: bool
-    ) -> Any:
+    @contextlib.contextmanager
+    def keeping(self, arrays: Mapping[DeviceToHostStream, np.ndarray]) -> Iterator[None]:
+        """Runs in the block leave transfers as they are in these arrays, if no store writes them: zeros elsewhere."""
+
+        def before_run(s: DeviceToHostStream) -> np.ndarray:
+            shape, dtype = self._layout.host_shape(s), in_transit(s.dtype)
+            return np.array(self._converted(s, arrays[s], shape, dtype, downcast=False))
+
+        before = self._kept
+        self._kept = tuple(map(before_run, self._layout.kept_outputs))
+        try:
+            yield
+        finally:
+            self._kept = before
+
+    def _converted(self, stream: Stream, value: Any, shape: tuple[int, ...], dtype: Any, downcast: bool) -> Any:
         """Convert a feed that is not an array of the exact expected kind, shape and dtype."""
         array = self._fit_shape(stream, _array(stream, value, downcast), shape)
         if isinstance(array, jax.Array):

@@ -58,7 +58,9 @@ class Layout:
         capacity: capacity of each stream, in transfers.
         buffers: the remote buffers that it uses, in the order of their numbers.
         inputs, outputs: streams to load from, and to store to, in the order of their ids.
-        used_inputs: inputs with loaded values that are used: only the arrays of these are sent.
+        kept_outputs: outputs of which some runs write fewer transfers, depending on conditions. Their arrays are sent
+            to the device, too, and come back with the other transfers unchanged.
+        used_inputs: inputs with loaded values that are used, and `kept_outputs`: only the arrays of these are sent.
         channels: all of these streams and, if anything is checked, the failure flag.
         checks: whether anything is checked.
         resident: storages of variables on the device, and the variables: a variable itself, or the shard that is used
@@ -104,7 +106,9 @@ class Layout:
         """Set streams, remote buffers, and the failure flag if anything is checked."""
         self.counts = transfers_of(self.main)
         channels = channels_of(self.main)
-        self.limited = self._limited(channels)
+        fewest = transfers_of(self.main, fewest=True)
+        over = [c for c in channels if isinstance(c, Stream) and self.counts[c] > c.num_host_transfers]
+        self.limited = tuple(s for s in over if fewest[s] <= s.num_host_transfers)
         if self.limited and FAILURE not in channels:
             channels = (FAILURE, *channels)
         self.buffers = tuple(c for c in channels if isinstance(c, RemoteBuffer))
@@ -112,7 +116,8 @@ class Layout:
         self.inputs = tuple(s for s in self.channels if isinstance(s, HostToDeviceStream))
         self.outputs = tuple(s for s in self.channels if isinstance(s, DeviceToHostStream))
         unread = unread_streams(self.main)
-        self.used_inputs = tuple(s for s in self.inputs if s not in unread)
+        self.kept_outputs = tuple(s for s in self.outputs if fewest[s] < self.counts[s])
+        self.used_inputs = (*(s for s in self.inputs if s not in unread), *self.kept_outputs)
         self.capacity = {s: s.num_host_transfers for s in (*self.inputs, *self.outputs)}
         self.checks = FAILURE in self.channels
         self.in_buffers = {b: remote.variables_in(b, self.main.variables) for b in self.buffers}
@@ -263,12 +268,6 @@ class Layout:
             return jax.ShapeDtypeStruct(block.shape, block.dtype, sharding=self.replicas.sharding(None))
         return self.replicas.spec(block.shape, block.dtype)
 
-    def _limited(self, channels: Sequence[Channel]) -> tuple[Stream, ...]:
-        """See `limited`."""
-        over = [c for c in channels if isinstance(c, Stream) and self.counts[c] > c.num_host_transfers]
-        fewest = transfers_of(self.main, fewest=True) if over else {}
-        return tuple(s for s in over if fewest.get(s, 0) <= s.num_host_transfers)
-
     def feed_specs(self, replicas: Replicas, channels: Sequence[Stream | Failure]) -> tuple[Any, ...]:
         """Abstract arrays of feeds on `replicas` for lowering, restricted to streams in `channels`."""
 
@@ -280,7 +279,7 @@ class Layout:
 
     def initial_states(self, feeds: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[State, ...]:
         """Initial state of channels: transfer array, and index of the next transfer."""
-        given = dict(zip((c for c in channels if c in self.used_inputs), feeds, strict=True))
+        given = dict(zip((s for s in self.used_inputs if s in channels), feeds, strict=True))
 
         def transfers(channel: Stream | Failure) -> Array:
             if isinstance(channel, Failure):

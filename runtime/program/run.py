@@ -258,7 +258,8 @@ class Runner:
             *layout.constant,
             *layout.used_inputs,
         ]
-        warn_of_given_nans(zip(arguments, [*changing, *constants, *own], strict=True))
+        given = zip(arguments, [*changing, *constants, *own], strict=True)
+        warn_of_given_nans((a, array) for a, array in given if a not in layout.kept_outputs)
         changed_shares, feed_shares = (list(map(shares, arrays)) for arrays in (changing, own))
         constant = [shares(array, layout.is_replicated(b)) for b, array in zip(layout.constant, constants, strict=True)]
         lowerings = [DebugLowering(layout.main.ops, layout.options, replicas, i, infinities) for i in range(count)]

@@ -627,6 +627,40 @@ def test_unused_room_is_left_alone(ir):
     assert (found.shape, found[:2].tolist()) == ((4,), [1, 2])
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("called_graphs", ["kept", "dispatched", "inlined"])
+def test_slots_that_no_store_of_a_branch_reaches_keep_their_numbers(called_graphs, replicas, tmp_path):
+    ir = popxl.Ir(replication=replicas)
+    ir.options.calledGraphs, ir.num_host_transfers = called_graphs, 3
+    with ir.main_graph, popxl.in_sequence():
+        x, flag = popxl.variable([5.0, 6.0]), popxl.h2d_stream((), popxl.bool, "flag")
+        total, sink = popxl.d2h_stream((), F32, "a total"), popxl.d2h_stream((2,), F32, "sink")
+        then = ir.create_graph(lambda t: ops.host_store(sink, t), x)
+        other = ir.create_graph(lambda t: None, x)
+        for _ in range(3):
+            ops.conditional(ops.host_load(flag), then, other, [x], [x])
+            ops.host_store(total, ops.sum(x))
+
+    def check(session, flag, total, sink):
+        shape = (3, replicas) if replicas > 1 else (3,)
+        for taken in ([[1, 0], [0, 0], [1, 1]], [[0, 1]] * 3, [[0, 0]] * 3):
+            flags = np.array(taken, bool)[:, :replicas]
+            arrays = {sink: np.full((*shape, 2), -1, np.float32), total: np.zeros(shape, np.float32)}
+            session.run_with_outputs({flag: flags.reshape(shape)}, arrays)
+            for replica, rows in enumerate(np.moveaxis(arrays[sink].reshape(3, replicas, 2), 1, 0)):
+                count = flags[:, replica].sum()
+                assert rows.tolist() == [[5, 6]] * count + [[-1, -1]] * (3 - count)
+            assert (arrays[total] == 11).all()
+            assert session.run({flag: flags.reshape(shape)})[sink].shape == (*shape, 2)
+
+    with popxl.Session(ir, "ipu_model") as session:
+        check(session, flag, total, sink)
+        session.save(tmp_path / "saved")
+    with popxl.Session.load(tmp_path / "saved") as session:
+        streams = {s.tensor_id: s for s in (*session.expected_inputs(), *session.create_host_outputs())}
+        check(session, streams["flag"], streams["a total"], streams["sink"])
+
+
 def test_slots_that_are_never_written_are_told_once(ir):
     """Of a stream that is loaded from less often than another, which needs the room, nothing is said."""
     ir.num_host_transfers = 4

@@ -3,6 +3,7 @@
 After every error everything still works.
 """
 
+import math
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -421,6 +423,32 @@ def test_torch_tensors(program):
             outputs = session.run({program.x: x, program.k: torch.tensor(3)})
             assert outputs[program.y].tolist() == [3 + v, 6 + v]
             assert outputs[program.twice] == 6
+
+
+@pytest.mark.parametrize("transfers", [1, 3])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_jax_arrays_are_fed_again(replicas: int, transfers: int) -> None:
+    """Wherever they are, also where the program reads them: runs leave them as they are."""
+    ir = popxl.Ir(replicas)
+    ir.num_host_transfers = transfers
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.h2d_stream((4,), popxl.float32)
+        y = popxl.d2h_stream((4,), popxl.float32)
+        for _ in range(transfers):
+            ops.host_store(y, ops.host_load(x) * 2.0)
+    shape = (*(transfers,) * (transfers > 1), *(replicas,) * (replicas > 1), 4)
+    data = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    devices = jax.devices("cpu")[:replicas]
+    in_place: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(devices[0])
+    if replicas > 1:
+        dimensions = jax.sharding.PartitionSpec(*(None,) * (transfers > 1), "replicas")
+        in_place = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, "replicas"), dimensions)
+    feeds = jax.device_put(data, in_place), jnp.asarray(data)
+    with popxl.Session(ir, "ipu_model") as session:
+        for feed in (*feeds, *feeds):
+            np.testing.assert_array_equal(session.run({x: feed})[y], 2 * data)
+    for feed in feeds:
+        np.testing.assert_array_equal(feed, data)
 
 
 @pytest.mark.parametrize("k", [3, np.int32(3), np.int64(3), np.array(3), [3], np.array([[3]], np.int32), jnp.array(3)])

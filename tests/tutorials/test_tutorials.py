@@ -177,6 +177,19 @@ def test_prompts_of_ones_own_are_recited_as_well() -> None:
     assert "after 120 steps: 4 of 4 lines known" in done.stdout
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (("--weights", "/nowhere"), "--weights: /nowhere is no folder with a config.json"),
+        (("--prompt", ""), "--prompt: expected a text of one character or more"),
+    ],
+)
+def test_wrong_options_of_llama(how: tuple[str, str], says: str) -> None:
+    done = run("12_llama/llama.py", *how)
+    assert done.returncode == 2 and done.stderr.endswith(f"error: {says}\n")
+
+
 def by_process(output: str) -> dict[str, str]:
     """The lines of each process, whose number they begin with; those of different processes come in any order."""
     found = collections.defaultdict(str)

@@ -57,6 +57,10 @@ parser.add_argument(
 parser.add_argument("--flax", action="store_true", help="run the program in Flax, too")
 # A notebook has no arguments of its own.
 args = parser.parse_args(sys.argv[1:] if "__file__" in globals() else [])
+if args.weights is not None and not (args.weights / "config.json").exists():
+    parser.error(f"--weights: {args.weights} is no folder with a config.json")
+if not all(args.prompt or ["a"]):
+    parser.error("--prompt: expected a text of one character or more")
 
 scratch = tempfile.TemporaryDirectory()
 atexit.register(scratch.cleanup)

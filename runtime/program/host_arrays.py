@@ -136,7 +136,7 @@ class HostArrays:
 
     def _converted(self, stream: Stream, value: Any, shape: tuple[int, ...], dtype: Any, downcast: bool) -> Any:
         """Convert a feed that is not a NumPy array of the exact shape and dtype."""
-        if isinstance(value, jax.Array) and value.shape == shape and value.dtype == dtype:
+        if isinstance(value, jax.Array) and value.shape == shape and value.dtype == dtype and not value.is_deleted():
             if value.sharding == self._layout.feed_sharding(stream):
                 return value  # `jax.device_put` takes longer to find that it is in place
         array = self._fit_shape(stream, _array(stream, value, downcast), shape)

@@ -31,7 +31,8 @@ DRAWS = 17
 """Seed of randomly drawn feeds."""
 
 FACTOR_OF_ROUNDING = 30
-"""A difference of many replicas from one is a rounding error up to so many times what initial rounding errors make."""
+"""Largest ratio of a difference that counts as a rounding error, to that which rounding errors of initial values make
+on one replica."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,10 @@ def compare(
     value. A variable with a `group_axis` is assembled along it; without one, a variable that is sharded along several
     axes is left out, as the order of its shards is unknown. Each replica's copy of an unsharded variable is
     compared; but copies that begin at zero and differ, and whose mean is that of one replica, such as sums of gradients
-    before their reduction, are left out if nothing else differs in several steps. So is what differs no more than on
-    one replica whose variables begin with rounding errors, such as the bias of attention's keys: its gradient is zero
-    but for these, and Adam divides it by its size. Outputs of one element are compared
-    by their mean over replicas; those whose names differ are matched by their order.
+    before their reduction, are left out if nothing else differs in several steps. So are values that rounding errors
+    decide, such as the bias of attention's keys under Adam: if anything differs, the program of one replica runs again,
+    with and without rounding errors in its initial values. Outputs of one element are compared by their mean over
+    replicas; those whose names differ are matched by their order.
 
     Args:
         program: function that builds the program for given axes, as `popxl.Ir(axes=axes)` does, and returns its `Ir`.
@@ -206,8 +207,9 @@ class _Experiment:
         compared: dict[str, None] = {}
         off: set[str] = set()  # variables whose mean over copies is not the value of one replica
         errors: dict[str, float] = {}
+        initial = {v: v.numbers() for v in self.single.main_graph.variables}
         self._begin_alike()
-        sums = {name for name, (v, _) in self.variables.items() if not v.numbers().any()}  # or other copies that differ
+        sums = {name for name, (v, _) in self.variables.items() if not initial[v].any()}  # or other copies that differ
         with Session(self.single, "ipu_model") as single, Session(self.replicated, "ipu_model") as replicated:
             for step in range(steps):
                 batch = {name: array[step] for name, array in batches.items()}
@@ -222,10 +224,10 @@ class _Experiment:
                         if name not in differences and (index := self._first_difference(copy, expected)) is not None:
                             differences[name] = self._difference(name, step + 1, index, copy, expected)
                             errors[name] = _distance(copy, expected)
-            for name, rounding in self._rounding_errors(single, batches, differences).items():
-                if errors[name] <= FACTOR_OF_ROUNDING * rounding:
-                    self.left_out[name] = "rounding errors decide its value, on one replica, too"
-                    del differences[name], compared[name]
+        for name, rounding in self._rounding_errors(initial, batches, differences).items():
+            if errors[name] <= FACTOR_OF_ROUNDING * rounding:
+                self.left_out[name] = "rounding errors decide its value, on one replica, too"
+                del differences[name], compared[name]
         if off.isdisjoint(differences) and differences.keys() <= sums and steps > 1:
             reason = "each replica has its own, whose mean is the value of one replica"
             self.left_out |= dict.fromkeys(differences, reason)
@@ -234,31 +236,33 @@ class _Experiment:
         return Comparison(dict(self.axes), steps, tuple(differences.values()), tuple(compared), self.left_out)
 
     def _rounding_errors(
-        self, single: Session, batches: Mapping[str, Array], differences: Mapping[str, Difference]
+        self, initial: Mapping[Variable, Array], batches: Mapping[str, Array], differences: Mapping[str, Difference]
     ) -> dict[str, float]:
-        """How much values of one replica differ if all variables begin with rounding errors, after the step in which
-        those of many replicas differ. Optimisers divide gradients by their size: if a gradient is zero but for rounding
-        errors, as that of the bias of attention's keys, these decide the update.
+        """Distance between one replica with and without rounding errors in its initial values, for each value that
+        differs, after the step in which it does. Optimisers divide gradients by their size: if a gradient is zero but
+        for rounding errors, as that of the bias of attention's keys, these decide the update.
         """
         if not differences:
             return {}
         steps = max(difference.step for difference in differences.values())
-        rng, initial = np.random.default_rng(DRAWS), {v: np.asarray(v.numbers()) for v, _ in self.variables.values()}
+        rng = np.random.default_rng(DRAWS)
         rounded = {v: _with_rounding_errors(value, rng) for v, value in initial.items()}
-        exact, other = (self._values(single, values, batches, steps) for values in (initial, rounded))
+        exact, other = (self._values(values, batches, steps) for values in (initial, rounded))
         return {name: _distance(*(run[d.step - 1][name] for run in (exact, other))) for name, d in differences.items()}
 
     def _values(
-        self, single: Session, initial: Mapping[Variable, Array], batches: Mapping[str, Array], steps: int
+        self, initial: Mapping[Variable, Array], batches: Mapping[str, Array], steps: int
     ) -> list[dict[str, Array]]:
         """Values of one replica after each step, by name."""
-        single.write_variables_data(initial)
+        for v, value in initial.items():
+            v.data = np.array(value)  # a session writes into it
         values = []
-        for step in range(steps):
-            outputs = single.run({self.inputs[name][0]: array[step] for name, array in batches.items()})
-            variables = single.values_of(v for v, _ in self.variables.values())
-            numbers = {name: np.asarray(outputs[s]) for name, (s, _) in self.outputs.items()}
-            values.append({name: np.array(variables[v]) for name, (v, _) in self.variables.items()} | numbers)
+        with Session(self.single, "ipu_model") as single:
+            for step in range(steps):
+                outputs = single.run({self.inputs[name][0]: array[step] for name, array in batches.items()})
+                variables = single.values_of(v for v, _ in self.variables.values())
+                numbers = {name: np.asarray(outputs[s]) for name, (s, _) in self.outputs.items()}
+                values.append({name: np.array(variables[v]) for name, (v, _) in self.variables.items()} | numbers)
         return values
 
     # Feeds

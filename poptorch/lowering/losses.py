@@ -58,6 +58,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _reduced(losses: Losses, reduction: str) -> popxl.Tensor:
+    """Reduce losses with their shares in the mean, if they have any."""
     each, shares = losses if isinstance(losses, tuple) else (losses, None)
     return reduced(each, reduction, shares)
 
@@ -333,8 +334,8 @@ def _in_chunks(
 def _chunk_size(samples: int, classes: int, width: int, options: Any) -> int:
     """Samples of a chunk: by `"aspect_ratio:N"`, chunks with an N-th of as many logits as the input has elements.
 
-    What `"auto"` is depends on the device: on an H100 and a v5e, N = 1 moves 0.6 times the bytes of N = 2, and programs
-    need as much memory.
+    `"auto"` means N = 1, on any device: compiled for an H100 and a v5e, a step moves 0.6 times the bytes of N = 2, and
+    needs as much memory.
     """
     method = "aspect_ratio" if options.chunking_method == "auto" else options.chunking_method
     if options.batch_chunk_size is not None or method is None:

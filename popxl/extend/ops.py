@@ -37,7 +37,7 @@ from popxl.ops.convert import cast_if_needed, copied_to_ipu
 from popxl.ops.families import ELEMENTWISE, REAL
 from popxl.ops.host import print_tensor_kind
 from popxl.ops.index import picks_rows
-from popxl.ops.linear_cross_entropy import chunk_count
+from popxl.ops.linear_cross_entropy import logit_chunks
 from popxl.ops.memory import available_after_all, recomputed_after, scheduled_after
 from popxl.ops.nn import REDUCTION_TYPE, cross_entropy, cross_entropy_with_grad
 from popxl.ops.var_updates.adam import adam_direction, minus_correction
@@ -80,12 +80,12 @@ __all__ = [
     "broadcast",
     "broadcast_shapes",
     "cast_if_needed",
-    "chunk_count",
     "copied_to_ipu",
     "cross_entropy",
     "cross_entropy_with_grad",
     "factor",
     "like_first",
+    "logit_chunks",
     "one_number",
     "picks_rows",
     "predicate",

@@ -26,8 +26,8 @@ weight twice, and reads and writes the sum of its gradients. If a chunk has fewe
 these are more bytes than its logits."""
 
 
-def chunk_count(samples: int, classes: int) -> int:
-    """Default number of chunks."""
+def logit_chunks(samples: int, classes: int) -> int:
+    """Number of chunks of logits by default."""
     return max(1, math.ceil(samples * classes / LOGITS_OF_CHUNK))
 
 
@@ -51,7 +51,7 @@ def _by_chunks(
         return sums, product(logits_grad, columns, x.dtype).astype(x.dtype)
 
     rows, labels = x.reshape(-1, x.shape[-1]), flat_labels(labels)
-    size = max(1, -(-len(rows) // (chunks or chunk_count(len(rows), weight.shape[1]))))
+    size = max(1, -(-len(rows) // (chunks or logit_chunks(len(rows), weight.shape[1]))))
     equal = len(rows) // size * size
     equal_chunks = rows[:equal].reshape(-1, size, rows.shape[1]), labels[:equal].reshape(-1, size)
     sums, x_grad = lax.scan(add_chunk, (jnp.zeros((), wide), jnp.zeros(weight.shape, wide)), equal_chunks)

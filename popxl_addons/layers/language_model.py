@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 import popxl
 from popxl import initial, ops
 from popxl.extend.arguments import integer
-from popxl.extend.ops import chunk_count
+from popxl.extend.ops import logit_chunks
 from popxl.replica_grouping import Groups
 from popxl_addons import weights
 from popxl_addons.layers.embedding import TiedEmbedding
@@ -438,7 +438,7 @@ class NextTokenLoss(Module):
         """Integer `tokens` of shape (batch, length): each but the last predicts the one after it, in float32."""
         if isinstance(self.model, LanguageModel):
             predictions = tokens.shape[0] * (tokens.shape[1] - 1)
-            chunks = self.chunks or chunk_count(predictions, self.model.config.vocabulary)
+            chunks = self.chunks or logit_chunks(predictions, self.model.config.vocabulary)
             if chunks > 1:
                 return self.model(tokens[:, :-1], labels=tokens[:, 1:], chunks=chunks)
         logits = self.model(tokens[:, :-1]).astype(popxl.float32)

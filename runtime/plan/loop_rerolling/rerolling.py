@@ -143,8 +143,8 @@ def _has_products(loop: RerolledLoop) -> bool:
 
 
 def _prepares_operand(op: Op) -> bool:
-    """Whether an op makes a value for iterations alone: it communicates between replicas, has one operand and one
-    result of equal shape, such as a cast, or no operand, such as the zeros that an accumulator starts from."""
+    """Whether an op communicates between replicas, has one operand and one result of equal shape, such as a cast, or
+    has no operand, such as the zeros that an accumulator starts from."""
     if len(op.inputs) > 1 or len(op.outputs) != 1 or op.runs or op.kind.view or op.kind.exchange or op.kind.effect:
         return False
     return not op.inputs or op.kind.between_replicas or op.inputs[0].shape == op.outputs[0].shape

@@ -135,7 +135,9 @@ def _locate(t: torch.Tensor, roots: Iterable[_Part], own: Collection[int]) -> tu
             continue
         known.add(id(each))
         is_own = id(each) in own or of_module and is_instance(each, _CONTAINERS)
-        waiting += [((*of, text + name), is_own) for *of, name in islice(_members(each), _MOST)]
+        for holder, key, value, name in islice(_members(each), _MOST):
+            if value is t or not is_instance(value, _CLOSED) and id(value) not in known:
+                waiting.append(((holder, key, value, text + name), is_own))
     return None
 
 

@@ -150,6 +150,15 @@ class Recorder:
         self._register_base(t, self.add_result(node, tuple(t.shape), t.dtype))
         return node
 
+    def add_preexisting(self, t: torch.Tensor) -> Node:
+        """Record a constant with the current contents of a tensor that no recorded op made."""
+        with without_modes():
+            numbers = t.detach().clone()
+        is_on_host = self.is_on_host(t)
+        node = self.new_constant(t, numbers)
+        node.is_on_host = is_on_host
+        return node
+
     def new_host_result(self, t: torch.Tensor) -> Value:
         """New value without a producing op, for a tensor computed on the host."""
         value = self.frames.add(Value(tuple(t.shape), t.dtype))
@@ -280,14 +289,12 @@ class Recorder:
                     "function that is taken as a whole, by PyTorch's own backward pass, or when the model was compiled "
                     "before, and kept since. Make it in `forward`, from what `forward` is given."
                 )
-            is_on_host = self.is_on_host(t)
-            with without_modes():
-                numbers = t.detach().clone()
-                frozen = locate_constant(t, numbers, self._module, sys._getframe(1)) if is_on_host else None
-            node = self.new_constant(t, numbers)
-            node.is_on_host = is_on_host
-            if frozen is not None:
-                self.host.add(node, frozen)
+            node = self.add_preexisting(t)
+            if node.is_on_host:
+                with without_modes():
+                    frozen = locate_constant(t, node.arguments["data"].tensor, self._module, sys._getframe(1))
+                if frozen is not None:
+                    self.host.add(node, frozen)
             return self._views[id(t)]
         if storage.layout.overlaps:
             self._deduplicate(storage)

@@ -312,8 +312,11 @@ class Tracer:
         """Record an op that returns new tensors or views; nothing for one that returns plain values."""
         if not tensors_in(results):
             return
+        is_fresh = call.name == "aten.lift_fresh"  # `torch.tensor`, and types of the host, such as `torch.LongTensor`
+        if is_fresh and not isinstance(call.args[0], FakeTensor):
+            self.recorder.add_preexisting(call.args[0])  # which no object of the user holds: a search would be in vain
         node = self.recorder.add_node(call.name, call.op._overloadname, call.arguments)
-        if call.name == "aten.lift_fresh":  # `torch.tensor` does so, and types of the host, such as `torch.LongTensor`
+        if is_fresh:
             if is_of_type := hears_functions(self.function_interceptor):  # which is no function
                 self.recorder.host.created.add(node)
             node.is_on_host = is_of_type or self.recorder.makes_on_host

@@ -158,8 +158,8 @@ class GraphBreaks:
             raise createPoptorchError(
                 f"{source}: numbers are read here that are others in each step, as they come of what is trained. Each "
                 "step would need a program of its own. Compute with the tensor itself, choose by it with "
-                "`torch.where(mask, x, y)`, have the host make a tensor (`poptorch.CPU`), or return it and look at it "
-                "after the step."
+                "`torch.where(mask, x, y)`, return it and look at it after the step, or compute it in an "
+                "`inferenceModel` before the step, and pass what it decides as an argument."
             )
 
     def set_contents(self, graph_break: GraphBreak, result: Any) -> None:

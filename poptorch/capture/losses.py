@@ -18,6 +18,8 @@ from poptorch.errors import createPoptorchError
 MARKED = frozenset({*LOSSES, "poptorch.identity_loss"})
 """Names of the ops whose result is a loss."""
 
+_ELSEWHERE = ", in a module around the model if a package computes it"
+
 
 def final_loss(trace: Trace) -> Value:
     """Final loss: the only one on which no other loss depends.
@@ -40,7 +42,7 @@ def final_loss(trace: Trace) -> Value:
     if not marked:
         raise createPoptorchError(
             "Couldn't find a loss in graph. A model to be trained needs one: a loss of `torch.nn`, or a tensor that "
-            "`poptorch.identity_loss(x, reduction)` marks as one."
+            f"`poptorch.identity_loss(x, reduction)` marks as one{_ELSEWHERE}."
         )
     if len(final) > 1:
         returned = trace.without_unused(trace.outputs)
@@ -48,7 +50,8 @@ def final_loss(trace: Trace) -> Value:
     if len(final) > 1:
         raise createPoptorchError(
             "Multiple independent losses found in graph. Graph must have one final loss. Wrap final graph loss in "
-            'poptorch.identity_loss. Add them up, and mark the sum: `poptorch.identity_loss(a + b, reduction="none")`. '
+            'poptorch.identity_loss. Add them up, and mark the sum: `poptorch.identity_loss(a + b, reduction="none")`'
+            f"{_ELSEWHERE}. "
             f"They are {', '.join(str(node) for node in reversed(final))}."
         )
     (loss, *_) = final[0].results
@@ -87,9 +90,10 @@ def warn_about_other_loss(trace: Trace, loss: Value) -> None:
     if misleading is not None:
         logger.warning(
             "The model is trained by its loss, %s, and returns %s, made of that. What is done to a loss has no "
-            'effect on the training. To train by the result, mark it: `poptorch.identity_loss(x, reduction="none")`.',
+            'effect on the training. To train by the result, mark it: `poptorch.identity_loss(x, reduction="none")`%s.',
             loss.producer,
             misleading.producer,
+            _ELSEWHERE,
         )
 
 

@@ -269,7 +269,9 @@ def test_tensors_made_in_forward_are_not_searched_for(monkeypatch: pytest.Monkey
     """No object of the user holds the numbers of `torch.tensor`, and a search for them takes long in large models."""
     searched: list[int] = []
     monkeypatch.setattr("poptorch.capture.recorder.locate_constant", lambda t, *_: searched.append(t.numel()))
-    wrapper = poptorch.inferenceModel(lambda x: torch.cat([torch.tensor([], device=x.device), x[0] * torch.tensor(2.0)]))
+    wrapper = poptorch.inferenceModel(
+        lambda x: torch.cat([torch.tensor([], device=x.device), x[0] * torch.tensor(2.0)])
+    )
     torch.testing.assert_close(wrapper(X), X[0] * 2)
     poptorch.inferenceModel(lambda x: x * MASK)(X)
     assert searched == [4]

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -42,8 +43,8 @@ def _of_the_page(name: str) -> Any:
     (program,) = (
         text for text in re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL) if f"class {name}" in text
     )
-    found: dict[str, Any] = {}
-    exec(program, found)  # it is ours
+    found: dict[str, Any] = {"torch": torch, "poptorch": poptorch}
+    exec(program.split("\n\n\nmodel = ")[0], found)  # it is ours
     return found[name]
 
 
@@ -69,6 +70,24 @@ def test_a_trainer_of_transformers(tmp_path: Path) -> None:
     found = _trained(_of_the_page("Trainer"), tmp_path / "ours")
     assert len(found[0]) == 8  # six steps, two evaluations
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_marked_sum_of_losses_of_transformers() -> None:
+    """Both losses are trained: that of the tokens, and that of the next sentence."""
+    config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    torch.manual_seed(0)
+    theirs = transformers.BertForPreTraining(config)
+    ours = copy.deepcopy(theirs)
+    batch = torch.utils.data.default_collate(_texts(4)) | {"next_sentence_label": torch.tensor([0, 1, 1, 0])}
+    model = poptorch.trainingModel(_of_the_page("Marked")(ours), optimizer=torch.optim.SGD(ours.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for _ in range(2):
+        expected = theirs(**batch).loss
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(model(**batch)["loss"], expected.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_trainer_of_transformers_as_it_is_says_what_to_write(tmp_path: Path) -> None:

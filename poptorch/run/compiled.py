@@ -137,6 +137,11 @@ class Compiled:
         self.times = Times(*self._rows.steps, requested, supplied, ready, perf_counter())
         return results
 
+    @property
+    def result_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the raw outputs of `fetched`."""
+        return self._rows.result_shapes
+
     def _check_apart(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check that overwritten arguments share no memory with other arguments, which would have to change too."""
         for i in self.rewritten:

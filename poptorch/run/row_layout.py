@@ -62,6 +62,11 @@ class RowLayout:
             yield from_numpy(array.reshape(shape))
 
     @property
+    def result_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the output tensors of a run."""
+        return [shape for _, _, shape in self._outputs]
+
+    @property
     def _has_both_dims(self) -> bool:
         """Whether arrays have both a micro-batch and a replica dimension."""
         return self._batching.micro_batches > 1 and self._batching.groups.replicas > 1

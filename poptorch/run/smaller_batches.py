@@ -129,9 +129,11 @@ class SmallerBatches:
         Raises:
             poptorch.Error: as for a call of the model; if results of several runs cannot be combined.
         """
+        if len(runs) > 1:  # all are compiled and compared first, so that an error leaves the model as it was
+            self._check_combinable([self._program(run, make) for run in reversed(runs)][::-1])
         results: list[list[torch.Tensor]] = []
         for run in runs:
-            program = self._programs.get(partial(_fits, run), partial(make, run))
+            program = self._program(run, make)
             tensors, objects = program.signature.flatten(run.args, run.kwargs)
             if numbers is not None:
                 program.write_numbers(numbers)
@@ -142,11 +144,14 @@ class SmallerBatches:
             if run is not runs[-1]:
                 program.write_back(tensors, results[-1])
                 continue
-            assert isinstance(self._model, Compiled)
-            combined = results[0] if len(runs) == 1 else self._combine_results(self._model, results)
+            combined = results[0] if len(runs) == 1 else self._combine_results(results)
             result = program.rebuilt(tensors, combined, objects)
             self._model.anchored = program.anchored
         return result
+
+    def _program(self, run: Run, make: Callable[[Run], CompiledModel]) -> CompiledModel:
+        """The program of a run, compiled if necessary."""
+        return self._programs.get(partial(_fits, run), partial(make, run))
 
     @contextmanager
     def _transferring_state(self, program: CompiledModel) -> Iterator[None]:
@@ -162,26 +167,38 @@ class SmallerBatches:
                 self._model.write_persistent_state(program.persistent_state())
             self._versions[program] = self._model.version
 
-    def _combine_results(self, model: Compiled, runs: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+    @property
+    def _results(self) -> list[tuple[Result, OutputMode]]:
+        """Results of the model and anchored tensors, each with its output mode; without overwritten arguments."""
+        assert isinstance(self._model, Compiled)
+        outputs = self._model.io.outputs[: len(self._model.io.outputs) - len(self._model.rewritten)]
+        own = (self._options.anchored_tensors[each.anchor].output_mode if each.anchor else None for each in outputs)
+        return [
+            (each, self._options.output_mode if mode is None else mode) for each, mode in zip(outputs, own, strict=True)
+        ]
+
+    def _check_combinable(self, programs: Sequence[CompiledModel]) -> None:
+        """Check that results of consecutive runs can be combined: a sum needs equal shapes."""
+        compiled = [program for program in programs if isinstance(program, Compiled)]
+        for (result, mode), *shapes in zip(self._results, *(each.result_shapes for each in compiled), strict=False):
+            is_sum = mode is OutputMode.Sum and len(set(shapes)) == 1
+            if result.count == 1 and mode is not OutputMode.Final and not is_sum:
+                raise createPoptorchError(
+                    f"A batch with fewer rows than the model was compiled for is run in {len(programs)} parts, whose "
+                    f"results have the shapes {', '.join(str(list(shape)) for shape in shapes)}: with "
+                    f"OutputMode.{mode.name} there is no result of them. Choose OutputMode.All or OutputMode.Final."
+                )
+
+    def _combine_results(self, runs: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
         """Combine results of several runs into a single run's results; overwritten arguments come from the last run."""
-        anchors = self._options.anchored_tensors
-        results = model.io.outputs[: len(model.io.outputs) - len(model.rewritten)]
         combined: list[torch.Tensor] = []
-        for result, *values in zip(results, *runs, strict=False):
-            mode = anchors[result.anchor].output_mode if result.anchor else None
-            match self._options.output_mode if mode is None else mode:
-                case _ if result.count > 1:  # each micro-batch has one
-                    combined.append(torch.cat([torch.atleast_1d(value) for value in values]))
-                case OutputMode.Sum if len({value.shape for value in values}) == 1:
-                    combined.append(torch.stack(values).sum(0, dtype=values[0].dtype))
-                case OutputMode.Final:
-                    combined.append(values[-1])
-                case mode:
-                    raise createPoptorchError(
-                        f"A batch with fewer rows than the model was compiled for is run in {len(runs)} parts, whose "
-                        f"results have the shapes {', '.join(str(list(value.shape)) for value in values)}: with "
-                        f"OutputMode.{mode.name} there is no result of them. Choose OutputMode.All or OutputMode.Final."
-                    )
+        for (result, mode), *values in zip(self._results, *runs, strict=False):
+            if result.count > 1:  # each micro-batch has one
+                combined.append(torch.cat([torch.atleast_1d(value) for value in values]))
+            elif mode is OutputMode.Sum:
+                combined.append(torch.stack(values).sum(0, dtype=values[0].dtype))
+            else:
+                combined.append(values[-1])
         return combined + runs[-1][len(combined) :]
 
     def close(self) -> None:

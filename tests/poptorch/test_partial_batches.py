@@ -226,6 +226,19 @@ def test_what_cannot_be_one_result(run: Callable[[Any], Any], words: str) -> Non
         run(X[:5])
 
 
+def test_error_of_results_leaves_weights() -> None:
+    """Results that cannot be combined are found before the first part of a batch trains the model."""
+    module = Net()
+    chosen = options(2).outputMode(poptorch.OutputMode.Sum)
+    model = poptorch.trainingModel(module, chosen, torch.optim.SGD(module.parameters(), lr=0.1))
+    model(X[:8], Y[:8])
+    before = module.a.weight.detach().clone()
+    with pytest.raises(poptorch.Error, match="there is no result of them"):
+        model(X[:7], Y[:7])
+    model.copyWeightsToHost()
+    torch.testing.assert_close(module.a.weight.detach(), before, rtol=0, atol=0)
+
+
 def test_what_is_no_smaller_batch() -> None:
     model = poptorch.inferenceModel(lambda x, y: x + y)
     model(X[:4], X[:4])

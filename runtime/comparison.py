@@ -130,7 +130,8 @@ def compare(
         steps: number of runs of each.
         divided: axes along which streams are cut, by the names of the streams, where sizes do not tell. Those that
             `axes` lacks have size one.
-        tolerance: largest difference, relative to the largest element. By default 1e-4, and 2e-2 for half precision.
+        tolerance: largest difference, relative to the largest element. By default 1e-4, and 2e-2 if the program
+            computes anything in half precision, also for values of float32.
 
     Raises:
         TypeError: for a program that is no function or returns no `Ir`, axes or feeds that are no mapping, or `steps`
@@ -185,6 +186,8 @@ class _Experiment:
     ) -> None:
         self.single, self.replicated, self.axes, self.tolerance = single, replicated, axes, tolerance
         self.divided = {name: (names,) if isinstance(names, str) else tuple(names) for name, names in divided.items()}
+        results = {t.dtype for graph in reachable(single.main_graph) for op in graph.ops for t in op.outputs}
+        self.computes_in_half = any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in results)
         self.left_out: dict[str, str] = {}
         self.inputs = self._pairs(_by_name(single.get_all_h2d_streams()), _by_name(replicated.get_all_h2d_streams()))
         if unknown := self.divided.keys() - self.inputs.keys():
@@ -367,8 +370,8 @@ class _Experiment:
         if not np.issubdtype(expected.dtype, np.number) or np.issubdtype(expected.dtype, np.integer):
             wrong = actual != expected
         else:
-            half = expected.dtype.itemsize < 4
-            tolerance = (2e-2 if half else 1e-4) if self.tolerance is None else self.tolerance
+            is_half = self.computes_in_half or expected.dtype.itemsize < 4
+            tolerance = (2e-2 if is_half else 1e-4) if self.tolerance is None else self.tolerance
             x, y = (each.astype(np.complex128) for each in (actual, expected))
             largest = max(float(np.abs(y[np.isfinite(y)]).max(initial=0)), 1e-3)
             wrong = ~np.isclose(x, y, tolerance, tolerance * largest, equal_nan=True)

@@ -46,6 +46,31 @@ def test_the_kit_trains_as_one_replica(settings: dict[str, object]) -> None:
     assert report and "loss" in report.compared and "no difference" in str(report)
 
 
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_rounding_of_mixed_precision_is_no_difference(is_wrong: bool) -> None:
+    """Gradients in bfloat16 also round variables of float32; a wrong mean is still seen."""
+
+    class Squares(addons.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = MLP(32)
+
+        def build(self, x: popxl.Tensor) -> popxl.Tensor:
+            y = self.mlp(x)
+            y = ops.mean(ops.cast(y * y, F32))
+            return y * float(popxl.gcg().ir.replication_factor) if is_wrong else y
+
+    def program(axes: dict[str, int]) -> popxl.Ir:
+        ir = popxl.Ir(axes=axes)
+        with ir.main_graph:
+            x = popxl.h2d_stream((16 // axes["data"], 16), F32, "x")
+            rule = partial(optimizers.sgd, lr=0.3)
+            addons.train_step(Squares(), x, optimizer=rule, precision=addons.MixedPrecision(popxl.bfloat16))
+        return ir
+
+    assert bool(compare(program, axes={"data": 4}, steps=2)) is not is_wrong
+
+
 def test_a_loss_is_compared_whose_stream_is_named_after_it() -> None:
     """The name of a loss that is reduced over replicas is another one."""
 

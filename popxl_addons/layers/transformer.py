@@ -128,6 +128,7 @@ class Attention(Module):
         channels = x.shape[-1] // self.heads if self.channels is None else self.channels
         batch, length, width = x.shape
         parallel = TensorParallel.along(self.tensor, "Attention")
+        self._check_groups(parallel)
         heads, key_heads = parallel.share(self.heads, "`heads`"), parallel.share(self.key_heads, "`key_heads`")
         if parallel.size > 1 and mask is not None and mask.rank > 2 and mask.shape[-3] > 1:
             raise ValueError(f"Attention: `mask` has the shape {mask.shape}; along `tensor`, all heads have the same.")
@@ -168,6 +169,18 @@ class Attention(Module):
             return popxl.constant(0, popxl.int32)
         size = resolved(self.group, "Attention: `group`").group_size
         return ops.collectives.replicated_slice(ops.arange(0, size * length, length), group=self.group)
+
+    def _check_groups(self, parallel: TensorParallel) -> None:
+        """Raise `ValueError` if two replicas are in one group along both `tensor` and `group`."""
+        if parallel.group is None or self.group is None:
+            return
+        pairs = [*zip(parallel.group.assignment, resolved(self.group, "Attention: `group`").assignment, strict=True)]
+        if len({*pairs}) < len(pairs):
+            raise ValueError(
+                f"Attention: `tensor` is {self.tensor!r} and `group` is {self.group!r}, which have replicas in common. "
+                "Replicas along `tensor` hold heads of the same places of a text, and those along `group` hold other "
+                "places: choose an axis for each."
+            )
 
     def _check(self, x: popxl.Tensor, cached: Cache | None) -> None:
         """Raise `ValueError` for text shapes incompatible with heads or cache."""

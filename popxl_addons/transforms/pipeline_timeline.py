@@ -39,8 +39,10 @@ class PipelineTimeline:
 
     @property
     def bubble(self) -> float:
-        """The part of the time that devices wait, from 0 to 1, from the first task's begin to the last one's end."""
-        return 1 - sum(t.end - t.start for t in self.tasks) / (self.devices * self.seconds)
+        """The part of the time that devices wait, from 0 to 1, from the first task's begin to the last one's end; 0 if
+        nothing takes time."""
+        whole = self.devices * self.seconds
+        return 1 - sum(t.end - t.start for t in self.tasks) / whole if whole else 0.0
 
     def draw(self, path: str | Path) -> None:
         """Draw the timeline: one row per device, one colour per stage. Needs matplotlib (`plots`).

@@ -381,12 +381,12 @@ class PipelineSchedule:
 
 
 def _durations(durations: Sequence[float] | None, stages: int, where: str) -> list[float]:
-    """Durations of all stages. `ValueError` for another number of stages, and for negative durations."""
+    """Durations of all stages. `ValueError` for another number of stages, and for durations below 0 or not finite."""
     seconds = [1.0] * stages if durations is None else [float(d) for d in durations]
     if len(seconds) != stages:
         raise ValueError(f"{where}: `durations` has {len(seconds)} values, expected one for each of {stages}.")
-    if min(seconds) < 0:
-        raise ValueError(f"{where}: `durations` are {seconds}; expected none below 0.")
+    if min(seconds) < 0 or not all(map(math.isfinite, seconds)):
+        raise ValueError(f"{where}: `durations` are {seconds}; expected none below 0, and finite numbers.")
     return seconds
 
 

@@ -51,6 +51,11 @@ def test_a_last_stage_that_goes_forward_and_back():
 # Costs ----------------------------------------------------------------------------------------------------------------
 
 
+def test_stages_that_take_no_time():
+    timeline = PipelineSchedule.gpipe([0, 1, 1, 0], 2).simulate([0.0] * 4)
+    assert (timeline.seconds, timeline.bubble) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
 def test_bubbles_and_stashes_of_theory(devices):
     """What waits are as many activations as the papers say; the time lost is what they say, to the last bit."""
@@ -369,6 +374,7 @@ ROWS = [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
         (lambda: PipelineSchedule.gpipe([0, 1, 1, 0], steps=0), "there are no tasks"),
         (lambda: PipelineSchedule(ROWS, [(), (7,)]), r"`needs` has the stages \[7\]; there are those from 0 to 1"),
         (lambda: PipelineSchedule(ROWS).simulate([1, -2]), r"`durations` are \[1.0, -2.0\]; expected none below 0"),
+        (lambda: PipelineSchedule(ROWS).simulate([1, np.nan]), "none below 0, and finite numbers"),
         (lambda: PipelineSchedule([[(0, 0), (0, 1)], [(1, 1)]]), "1:0 should be there"),
         (lambda: PipelineSchedule([[(0, -1), (0, 0)]]), "0:-1 should not be there"),
         (lambda: PipelineSchedule([[(0, 0), (0, 0)]]), "these are there twice: 0:0"),

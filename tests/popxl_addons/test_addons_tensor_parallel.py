@@ -164,6 +164,7 @@ def test_heads_drop_different_places_on_each_replica() -> None:
     [
         (lambda: Attention(6, tensor="tensor"), "`heads` is 6; expected a multiple of 4"),
         (lambda: Attention(8, 2, tensor="tensor"), "`key_heads` is 2; expected a multiple of 4"),
+        (lambda: Attention(4, tensor="tensor", group="tensor"), "`group` is 'tensor', which have replicas in common"),
         (lambda: MLP(10, tensor="tensor"), "`hidden` is 10; expected a multiple of 4"),
         (lambda: MLP(8, tensor="tensors"), "`tensor`"),
     ],

@@ -79,8 +79,6 @@ def compiled_model(
     carries_numbers = whole is not None and whole.signature.carries_numbers
     signature_of = partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers)
     signature, path = _capture_hiding(signature_of, partial(capture.first, args=args, kwargs=kwargs))
-    if whole is None:
-        signature.tell_of_dicts()
     _check_apart(model, path.captured, () if update is None else update.names)
     if path.breaks:
         attributes = model.attributes

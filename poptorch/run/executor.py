@@ -30,7 +30,7 @@ from poptorch.run.executor_options import needs_running_mean, own_options, with_
 from poptorch.run.graph_breaks import CompiledModel
 from poptorch.run.host_model import HostModel, Model
 from poptorch.run.lifecycle import ModelLifecycle
-from poptorch.run.signature_cache import SignatureCache, intercept_calls, with_static_cache
+from poptorch.run.signature_cache import SignatureCache, intercept_calls
 from poptorch.run.smaller_batches import Run, SmallerBatches
 from poptorch.run.spans import channel, traced
 from poptorch.run.timings import Latency, Times
@@ -180,7 +180,8 @@ class PoplarExecutor(ModelLifecycle):
         """Run the model's `generate` method (transformers API), executing each model call on the device.
 
         There is one program for the prompt and one for the tokens after it: the cache keeps its shape, unless the
-        arguments say something else (`cache_implementation="static"` is the default here). At most
+        arguments say something else: `cache_implementation="static"` is the default here, and layers with a sliding
+        window cache all positions. At most
         `options.keptPrograms` of them are kept.
 
         Raises:
@@ -211,12 +212,13 @@ class PoplarExecutor(ModelLifecycle):
         if self._signatures is None:
             self._signatures = SignatureCache(self._clone, self._options.kept_programs)
         with intercept_calls(module, self._signatures):
-            return loop(*args, **with_static_cache(module, kwargs))
+            return loop(*args, **self._signatures.with_static_cache(module, args, kwargs))
 
     def _clone(self) -> PoplarExecutor:
         """Create a wrapper of the same model for different arguments."""
         made = PoplarExecutor(self._host.call, self._options, self._training, popxl.__version__)
         made._host.attributes = self._host.attributes
+        made._has_fixed_keys = False
         return made
 
     def _takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

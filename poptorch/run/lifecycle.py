@@ -56,6 +56,7 @@ class ModelLifecycle(ModelProxy):
         self._attributes = host.attributes  # attributes at compilation
         self._compiled: CompiledModel | None = None
         self._signatures: SignatureCache | None = None
+        self._has_fixed_keys = True  # of dictionaries among the arguments; those of a signature cache are not fixed
         self._smaller: SmallerBatches | None = None
         self._lock = threading.RLock()  # for work of a call before its run
         self._finalizer: weakref.finalize | None = None
@@ -100,6 +101,8 @@ class ModelLifecycle(ModelProxy):
         with self._host.attributes.restored(), progress_bar(self._options.show_compilation_progress_bar):
             read = self._weights.lazy.read_values
             compiled = compiled_model(self._host, args, kwargs, self._options, self._trainer, read)
+        if self._has_fixed_keys:
+            compiled.signature.tell_of_dicts()
         self._install(compiled)
         if self._may_be_compiled_for_fewer_rows:
             self._smaller = SmallerBatches(compiled, self._host.forward, self._options, self._training)

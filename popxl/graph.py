@@ -355,6 +355,26 @@ class Graph(NotCopyable):
         """
         editing.replace(self, ops, by)
 
+    def remove(self, ops: Iterable[Op]) -> None:
+        """Remove ops whose results nothing needs. Ops that `in_sequence` has put after them come after those before.
+
+        Args:
+            ops: ops of this graph.
+
+        Raises:
+            PopxlError: if `ops` are not ops of this graph, or another op or an output needs a result of theirs. Nothing
+                has changed then.
+
+        Example:
+            >>> graph = ir.create_graph(lambda x: x * x + 1, x)
+            >>> square = graph.ops[0]
+            >>> graph.replace([graph.ops[-1]], lambda *_: ops.exp(graph.inputs[0]))
+            >>> graph.remove([square])
+            >>> [op.op_type for op in graph.ops if op.op_type != "Constant"]
+            ['Exp']
+        """
+        editing.remove(self, ops)
+
     def move(self, ops: Iterable[Op], into: Graph, given: Mapping[Tensor, Tensor]) -> None:
         """Move ops to the end of another graph, preserving order.
 

@@ -17,6 +17,8 @@ from jax.scipy.special import xlogy
 
 import popxl
 from poptorch.base.logging_ import logger
+from poptorch.capture.logit_chunks import Chunks
+from poptorch.lowering.emission import wanted
 from poptorch.lowering.linalg import linear
 from poptorch.lowering.nn import log_softmax
 from poptorch.lowering.operands import Optional, cast_like
@@ -24,6 +26,7 @@ from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
 from popxl.extend.kernels import round_once, widen
+from popxl.extend.ops import logit_chunks
 
 # Reductions -----------------------------------------------------------------------------------------------------------
 
@@ -303,9 +306,12 @@ def linear_cross_entropy(
 ) -> popxl.Tensor:
     ignored = -100 if ignore_index is None else ignore_index
     is_plain = len(linear_weight.shape) == 2 and linear_bias is None and weight is None and label_smoothing == 0
-    if options is not None and reduction != "none":
-        if is_plain and target.dtype.is_int:
-            return _in_chunks(input, linear_weight, target, reduction, ignored, options)
+    if reduction != "none" and is_plain and target.dtype.is_int:
+        classes, width = linear_weight.shape
+        chunks = _chunk_count(max(1, target.nelms), classes, width, options)
+        if chunks > 1 or options is not None:
+            return _in_chunks(input, linear_weight, target, reduction, ignored, chunks)
+    elif reduction != "none" and options is not None:
         logger.warning(
             "linear_cross_entropy: `options` have no effect here: the loss is computed in chunks for a weight of two "
             "dimensions and targets that are class indices, without a bias, class weights and label smoothing."
@@ -318,17 +324,23 @@ def linear_cross_entropy(
 
 
 def _in_chunks(
-    input: popxl.Tensor, linear_weight: popxl.Tensor, target: popxl.Tensor, reduction: str, ignored: int, options: Any
+    input: popxl.Tensor, linear_weight: popxl.Tensor, target: popxl.Tensor, reduction: str, ignored: int, chunks: int
 ) -> popxl.Tensor:
-    """Cross entropy without all logits at a time, by the chunk size of `torch.nn.LinearCrossEntropyOptions`."""
-    samples = max(1, target.nelms)
-    classes, width = linear_weight.shape
-    chunks = -(-samples // _chunk_size(samples, classes, width, options))
-    weight, labels = ops.transpose(linear_weight), cast_like(target, popxl.int32)
+    """Cross entropy without all logits at a time."""
+    weight, labels = ops.transpose(cast_like(linear_weight, input.dtype)), cast_like(target, popxl.int32)
     total = ops.linear_cross_entropy(input, weight, labels, ignored, "sum", chunks)
     if reduction == "mean":
         total = total / ops.sum(ops.cast(ops.logical_not(ops.equal(labels, ignored)), total.dtype))
-    return cast_like(total, input.dtype)
+    return cast_like(total, wanted().dtype)
+
+
+def _chunk_count(samples: int, classes: int, width: int, options: Any) -> int:
+    """Number of chunks: by default, or by `torch.nn.LinearCrossEntropyOptions`."""
+    if options is None:
+        return logit_chunks(samples, classes)
+    if isinstance(options, Chunks):
+        return options.number
+    return -(-samples // _chunk_size(samples, classes, width, options))
 
 
 def _chunk_size(samples: int, classes: int, width: int, options: Any) -> int:

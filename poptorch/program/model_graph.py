@@ -8,6 +8,7 @@ from functools import cached_property
 
 import popxl
 from poptorch.base.logging_ import logger
+from poptorch.capture.logit_chunks import logits_of, with_logit_chunks
 from poptorch.capture.model import Captured
 from poptorch.capture.outlining import outlined
 from poptorch.capture.trace import Node, Value
@@ -21,7 +22,7 @@ from popxl.extend.graphs import leading_to, reading_ipus
 from popxl.extend.memory import current_request
 from popxl.transforms import GradGraphInfo
 from popxl_addons.grad_info import activation_inputs
-from popxl_addons.transforms.planned_gradients import PlannedGradients
+from popxl_addons.transforms.planned_gradients import PlannedGradients, chunks_for
 from popxl_addons.transforms.recomputation import recompute_activations
 
 Tensors = dict[str, popxl.Tensor]
@@ -68,7 +69,10 @@ class ModelGraph:
         self.loss, self._options = loss, options
         self.trained: Tensors = {}
         within = self._requested_within(captured, leaves, requested)
-        nodes = self._prepared_nodes(captured.trace.without_unused(outputs), outputs, trained is not None, within)
+        nodes = captured.trace.without_unused(outputs)
+        if not within:  # logits may be among what is requested
+            nodes = with_logit_chunks(nodes, outputs, self._logit_chunks(nodes, outputs))
+        nodes = self._prepared_nodes(nodes, outputs, trained is not None, within)
         used = {id(value) for node in nodes for value in node.inputs} | set(map(id, outputs))
         self.graph = ir.create_empty_graph(name)
         self.inputs: Tensors = {}
@@ -99,6 +103,13 @@ class ModelGraph:
             with self.graph:
                 self.inputs[key] = popxl.graph_input(spec.shape, spec.dtype, key.lstrip("/"))
         return self.inputs[key]
+
+    def _logit_chunks(self, nodes: Sequence[Node], outputs: Sequence[Value]) -> int:
+        """Number of chunks of logits that the memory plan states, or a tool requests."""
+        plan, requested = self._options.Training.memory_plan, current_request()
+        if requested is not None and requested.replaces(plan):
+            plan = requested.request.memory
+        return 1 if plan is None else chunks_for(plan, logits_of(nodes, outputs))
 
     def _prepared_nodes(
         self, nodes: list[Node], outputs: list[Value], is_trained: bool, requested: Sequence[str]

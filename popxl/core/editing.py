@@ -1,6 +1,6 @@
-"""Edits of graphs: reordering, replacing and moving ops. Each checks everything before it changes anything.
+"""Edits of graphs: reordering, replacing, removing and moving ops. Each checks everything before it changes anything.
 
-The public entry points `Graph.reorder`, `Graph.replace` and `Graph.move` document them.
+The public entry points `Graph.reorder`, `Graph.replace`, `Graph.remove` and `Graph.move` document them.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ def _splice(graph: Graph, start: int, old: Sequence[Op], new: Sequence[Op], repl
     for op in old:
         for callee in op.called_graphs:
             callee.call_sites.remove(op)
-    old_ids, new_ids = {op.id for op in old}, [op.id for op in new]
+    old_ids = {op.id for op in old}
     predecessors = tuple(dict.fromkeys(id for op in old for id in op.after if id not in old_ids))
+    new_ids = [op.id for op in new] or predecessors
     for op in new:
         op.after = predecessors + op.after
     graph.ops = [*graph.ops[:start], *new, *graph.ops[start + len(old) : len(graph.ops) - len(new)]]
@@ -120,6 +121,23 @@ def _splice(graph: Graph, start: int, old: Sequence[Op], new: Sequence[Op], repl
         if not old_ids.isdisjoint(op.after):
             op.after = with_ids_replaced(op.after, old_ids, new_ids)
     get_current_context().sequence.replace(old_ids, new_ids)
+
+
+def remove(graph: Graph, ops: Iterable[Op]) -> None:
+    """See `Graph.remove`."""
+    gone = {*ops}
+    if strangers := gone - {*graph.ops}:
+        raise PopxlError(f"remove: {[*strangers]} are not ops of {graph.title}.")
+    results = {t for op in gone for t in op.outputs}
+    for op in graph.ops:
+        if op not in gone and (needed := results.intersection(op.inputs)):
+            raise PopxlError(f"remove: {op!r} ({op.source}) stays in {graph.title} and needs {[*needed]}.")
+    if outputs := results & {*graph._outputs}:
+        raise PopxlError(f"remove: {[*outputs]} are outputs of {graph.title}; they have to stay.")
+    for op in [op for op in graph.ops if op in gone]:
+        _splice(graph, graph.ops.index(op), [op], [], {})
+    for t in results:
+        graph.forget(t)
 
 
 def move(graph: Graph, ops: Iterable[Op], into: Graph, bindings: Mapping[Tensor, Tensor]) -> None:

@@ -6,7 +6,14 @@ Example:
     14000000000
 """
 
-from popxl.base.memory_requests import MemoryRequest, RequestedMemory, StateLocation, current_request, requesting_memory
+from popxl.base.memory_requests import (
+    Logits,
+    MemoryRequest,
+    RequestedMemory,
+    StateLocation,
+    current_request,
+    requesting_memory,
+)
 from popxl.core.remote_variables import is_on_host
 from runtime.memory_plans.budget import BudgetedPlan, bytes_of, plan_within
 from runtime.memory_plans.compiled import Compiled, Division, compiled_function, compiled_program
@@ -20,6 +27,7 @@ __all__ = [
     "Division",
     "GraphNeeds",
     "Group",
+    "Logits",
     "MemoryRequest",
     "OpNeeds",
     "ReplicaExchange",

@@ -38,7 +38,7 @@ def _by_chunks(
 
     The gradients are those of the sum: divided by many samples, they would be too small for float16.
     """
-    wide, columns = wide_dtype(x), weight.T
+    wide = wide_dtype(x)
 
     def add_chunk(sums: tuple[Any, Any], chunk: tuple[Any, Any]) -> tuple[tuple[Any, Any], Any]:
         loss_sum, weight_grad = sums
@@ -48,7 +48,8 @@ def _by_chunks(
         loss, logits_grad = cross_entropy_and_gradient(logits, labels, jnp.ones((), wide), **of_sum)
         logits_grad = logits_grad.astype(x.dtype)
         sums = loss_sum + loss, weight_grad + product(rows.T, logits_grad, wide)
-        return sums, product(logits_grad, columns, x.dtype).astype(x.dtype)
+        # Transposed here, not before the loop, which would hold a copy.
+        return sums, product(logits_grad, weight.T, x.dtype).astype(x.dtype)
 
     rows, labels = x.reshape(-1, x.shape[-1]), flat_labels(labels)
     size = max(1, -(-len(rows) // (chunks or logit_chunks(len(rows), weight.shape[1]))))

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 import popxl
 from popxl import initial, ops
 from popxl.extend.arguments import integer
-from popxl.extend.ops import logit_chunks
 from popxl.replica_grouping import Groups
 from popxl_addons import weights
 from popxl_addons.layers.embedding import TiedEmbedding
@@ -407,7 +406,8 @@ class NextTokenLoss(Module):
     Args:
         model: module from integer tokens of shape (batch, length) to logits of shape (batch, length, vocabulary).
         chunks: number of chunks of the tokens whose logits exist at a time; more than one is for a `LanguageModel`. By
-            default, its logits are computed in chunks if there are more than 2³⁰; see `ops.linear_cross_entropy`.
+            default, its logits are computed in chunks if there are more than 2³⁰, see `ops.linear_cross_entropy`, or if
+            a memory plan says so.
 
     Raises:
         TypeError: for `chunks` that is not an integer.
@@ -437,9 +437,6 @@ class NextTokenLoss(Module):
     def build(self, tokens: popxl.Tensor) -> popxl.Tensor:
         """Integer `tokens` of shape (batch, length): each but the last predicts the one after it, in float32."""
         if isinstance(self.model, LanguageModel):
-            predictions = tokens.shape[0] * (tokens.shape[1] - 1)
-            chunks = self.chunks or logit_chunks(predictions, self.model.config.vocabulary)
-            if chunks > 1:
-                return self.model(tokens[:, :-1], labels=tokens[:, 1:], chunks=chunks)
+            return self.model(tokens[:, :-1], labels=tokens[:, 1:], chunks=self.chunks)
         logits = self.model(tokens[:, :-1]).astype(popxl.float32)
         return cross_entropy(logits.reshape((-1, logits.shape[-1])), tokens[:, 1:].flatten())

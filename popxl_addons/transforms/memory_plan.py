@@ -113,6 +113,7 @@ class MemoryPlan(OnPage, BaseModel):
             its calls: the first is of its first calls, the next of those that follow.
         micro_batches: number of micro-batches of a batch, for `train_step(micro_batches="auto")`.
         optimizer_state: where the state of the optimiser is between steps, for `train_step(optimizer_state="auto")`.
+        logit_chunks: number of chunks of the logits of losses, where the model leaves it open; see `chunk_logits`.
         budget: bytes of a device that the plan was made for; 0 for none. It becomes `ir.options.memoryBudget`.
         called_graphs: mode of called graphs that the plan was made for, if it was chosen. It becomes
             `ir.options.plannedCalls`, for GPUs and TPUs.
@@ -140,6 +141,7 @@ class MemoryPlan(OnPage, BaseModel):
     graphs: tuple[GraphPlan, ...]
     micro_batches: int = Field(default=1, ge=1)
     optimizer_state: StateLocation = "device"
+    logit_chunks: int = Field(default=1, ge=1)
     budget: int = Field(default=0, ge=0)
     called_graphs: CalledGraphs | None = None
 
@@ -249,10 +251,12 @@ class MemoryPlan(OnPage, BaseModel):
 
     @property
     def besides(self) -> str:
-        """Other choices of the plan as text: "4 micro-batches, the state of the optimiser on the host"."""
+        """Other choices of the plan as text: "4 micro-batches, the state of the optimiser on the host, logits in 2
+        chunks"."""
         batches = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         state = "the state of the optimiser on the host" if self.optimizer_state == "host" else ""
-        return ", ".join(text for text in (batches, state) if text)
+        logits = f"logits in {self.logit_chunks} chunks" if self.logit_chunks > 1 else ""
+        return ", ".join(text for text in (batches, state, logits) if text)
 
     def _calls(self) -> Counter[tuple[str, str]]:
         totals = Counter[tuple[str, str]]()

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import popxl
 from popxl.extend.graphs import op_work, own_flops, through_calls
-from popxl.extend.memory import GraphNeeds, StateLocation, Treatments, current_request
+from popxl.extend.memory import GraphNeeds, Logits, StateLocation, Treatments, current_request
 from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.transforms import GradGraphInfo
 from popxl_addons.grad_info import activation_inputs, remap_grad_info
@@ -28,6 +28,7 @@ from popxl_addons.transforms.activations import (
 )
 from popxl_addons.transforms.call_groups import calls_in, divide_calls
 from popxl_addons.transforms.gathered_weights import share_out_before_calls
+from popxl_addons.transforms.logit_chunks import chunk_logits, logits_of
 from popxl_addons.transforms.memory_plan import CalledGraphs, GraphPlan, MemoryPlan, PlannedActivation
 from popxl_addons.transforms.recomputation import recompute_activations, recomputed_ops
 
@@ -114,6 +115,9 @@ class PlannedGradients:
         self._budget_request = current_request()
         if self._budget_request is not None:
             self._budget_request.applied.append(self)
+        self._logit_chunks = chunks_for(memory, logits_of(model))
+        if self._logit_chunks > 1:
+            chunk_logits(model, self._logit_chunks)
 
     def warn_if_nothing_is_saved(self) -> None:
         """Warn of a whole model of which nothing is kept, if its backward pass follows its forward pass at once."""
@@ -171,6 +175,7 @@ class PlannedGradients:
             graphs=tuple(graphs),
             micro_batches=self._micro_batches,
             optimizer_state=self._optimizer_state,
+            logit_chunks=self._logit_chunks,
             budget=budget,
             called_graphs=called_graphs,
         )
@@ -275,6 +280,15 @@ class PlannedGradients:
             for copy, group in zip(copies, groups, strict=True):
                 graphs[copy] = _PlannedGraph(planned.name, group.calls, group)
         self._graphs = graphs
+
+
+def chunks_for(memory: MemoryPlan | MemoryPolicy, logits: Iterable[Logits]) -> int:
+    """Number of chunks of logits: as a plan states; or as a tool requests, which gets to know that it is open."""
+    requested = current_request()
+    if requested is not None and memory is requested.request.memory:
+        requested.open_logits.extend(logits)
+        return requested.request.logit_chunks
+    return memory.logit_chunks if isinstance(memory, MemoryPlan) else 1
 
 
 _named: WeakKeyDictionary[popxl.Ir, list[tuple[MemoryPlan | MemoryPolicy, str]]] = WeakKeyDictionary()

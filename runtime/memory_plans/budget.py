@@ -117,8 +117,9 @@ def plan_within(
 ) -> BudgetedPlan:
     """Find a plan whose compiled program needs no more than a budget, and adds least time by published figures.
 
-    If the program leaves the number of its micro-batches open, or where the state of its optimiser is, estimates from
-    the first compiled program choose these. Further divisions are tried only if no plan of that one fits.
+    If the program leaves the number of its micro-batches open, where the state of its optimiser is, or in how many
+    chunks logits are computed, estimates from the first compiled program choose these. Further divisions are tried only
+    if no plan of that one fits.
 
     Args:
         compiled: function that builds a program as requested, and compiles it.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product, starmap
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
 from popxl.analysis.memory import Memory
-from popxl.base.memory_requests import RequestedMemory, StateLocation
+from popxl.base.memory_requests import Logits, RequestedMemory, StateLocation
 from popxl.core.recording import Op
 from popxl.graph import Graph
 from popxl.ir import Ir
@@ -35,18 +36,25 @@ class Division(NamedTuple):
     Attributes:
         micro_batches: number of micro-batches of a batch.
         state: location of the optimiser state between steps.
+        logit_chunks: number of chunks of the logits of losses.
     """
 
     micro_batches: int = 1
     state: StateLocation = "device"
+    logit_chunks: int = 1
 
     def __str__(self) -> str:
         """Text for messages: "4 micro-batches, state on the host"."""
-        divided = "1 micro-batch" if self.micro_batches == 1 else f"{self.micro_batches} micro-batches"
-        return divided if self.state == "device" else f"{divided}, state on the host"
+        parts = ["1 micro-batch" if self.micro_batches == 1 else f"{self.micro_batches} micro-batches"]
+        parts += ["state on the host"] if self.state == "host" else []
+        parts += [f"logits in {self.logit_chunks} chunks"] if self.logit_chunks > 1 else []
+        return ", ".join(parts)
 
 
 IN_ONE_PIECE = Division()
+
+_LOGIT_CHUNKS = (1, 2, 4, 8, 16)
+"""Numbers of chunks of logits that come into question. With 16, the other chunks leave little to save."""
 
 
 class Compiled(NamedTuple):
@@ -60,8 +68,7 @@ class Compiled(NamedTuple):
             call, on TPUs. XLA fetches those of other calls long before they are read; on GPUs, no plan of a budget with
             them has been compiled.
         release: time when the memory of an activation is freed.
-        divisions: divisions that the program leaves open, from few micro-batches to many; those with its state on the
-            host last.
+        divisions: divisions that the program leaves open; that in one piece first.
         applied: the models that applied the plan.
         updates_early: whether variables are updated as soon as their gradients are known, and kernels hold little
             beside activations: on GPUs and TPUs, except between noinline calls.
@@ -70,6 +77,7 @@ class Compiled(NamedTuple):
         bytes_of_ipus: memory of each IPU, if several IPUs are separate devices.
         sharing_devices: number of devices that divide each value among them.
         is_jax_function: whether it is a function of JAX, whose state is among its arguments.
+        logits: logits that can be computed in chunks.
     """
 
     ir: Ir
@@ -86,6 +94,7 @@ class Compiled(NamedTuple):
     bytes_of_ipus: Mapping[int, int] = MappingProxyType({})
     sharing_devices: int = 1
     is_jax_function: bool = False
+    logits: tuple[Logits, ...] = ()
 
     @property
     def needs(self) -> Sequence[GraphNeeds]:
@@ -153,6 +162,7 @@ def compiled_program(ir: Ir, program: CompiledProgram, requested: RequestedMemor
         fuses_factors=platform == "tpu",
         chosen_mode=program.layout.mode if is_chosen and program.layout.mode in RELEASES else None,
         bytes_of_ipus={ipu: each.device for ipu, each in memory_of_ipus(ir, program).items()},
+        logits=tuple(requested.open_logits),
     )
 
 
@@ -242,10 +252,11 @@ def _divisions(program: CompiledProgram, requested: RequestedMemory) -> Iterator
     """Divisions left open by a program. On CPUs, host and device memory are the same."""
     has_choice = requested.is_state_open and not program.layout.replicas.is_cpu
     states: Sequence[StateLocation] = ("device", "host") if has_choice else ("device",)
-    for state in states:
-        for count in range(1, requested.samples + 1):
-            if requested.samples % count == 0:
-                yield Division(count, state)
+    counts = [count for count in range(1, requested.samples + 1) if requested.samples % count == 0]
+    fewest = min((each.chunks for each in requested.open_logits), default=1)
+    most = max((each.samples for each in requested.open_logits), default=1)
+    chunks = [1, *(chunks for chunks in _LOGIT_CHUNKS if fewest < chunks <= most)]
+    yield from starmap(Division, product(counts, states, chunks))
 
 
 def _offloadable(program: CompiledProgram, graphs: Iterable[tuple[str, Graph]]) -> Iterator[str]:

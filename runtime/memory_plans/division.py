@@ -1,4 +1,4 @@
-"""Memory and time of a training step in other numbers of micro-batches, and with its state on the host, by estimate.
+"""Memory and time of a training step in micro-batches, with its state on the host and logits in chunks, by estimate.
 
 Estimates start from a program that is compiled with everything kept. They order the divisions that a search tries; the
 compiler decides what fits.
@@ -11,14 +11,16 @@ from dataclasses import replace
 from math import ceil
 
 from popxl.analysis.memory import Memory
+from popxl.base.memory_requests import Logits
 from popxl.core.remote_variables import is_on_host
 from popxl.core.tensor import Tensor, Variable
 from popxl.graph import Graph
 from popxl.ir import Ir
 from popxl.values.spec import size_in_bytes
 from runtime.memory_plans.compiled import Compiled, Division
-from runtime.memory_plans.needs import GraphNeeds, OpNeeds, host_bandwidth, memory_bandwidth
+from runtime.memory_plans.needs import FLOPS, GraphNeeds, OpNeeds, host_bandwidth, memory_bandwidth
 from runtime.memory_plans.solver import Solution, keep_all, solve
+from runtime.targets.chip import Chip
 
 _ACCUMULATOR = 4
 """Bytes of an element of an accumulator: float32."""
@@ -88,20 +90,21 @@ class DivisionEstimate:
     def cheapest(self, candidates: Iterable[Division]) -> Division | None:
         """Division within the budget that takes least time, with its state on the device if possible."""
         best, least = None, float("inf")
-        for each in candidates:
+        for each in sorted(candidates, key=lambda each: (each.state == "host", self._overhead(each))):
             if best is not None and (each.state != best.state or self._overhead(each) >= least):
-                break  # more micro-batches cost more
+                break  # the others cost more by themselves
             if (seconds := self.seconds(each)) < least:
                 best, least = each, seconds
         return best
 
     def _overhead(self, division: Division) -> float:
-        """Seconds to read weights and to read and write accumulators in each micro-batch, forward and backward; and to
-        move the state between host and device."""
+        """Seconds to read weights and to read and write accumulators in each micro-batch, forward and backward; to
+        move the state between host and device; and of smaller products of logits."""
         count, step = division.micro_batches, self._step
         moved = 2 * (count - 1) * step.weights + (2 * count * step.accumulators if count > 1 else 0)
         chip, crossing = self._compiled.chip, 2 * step.state if division.state == "host" else 0
-        return moved / memory_bandwidth(chip) + crossing / host_bandwidth(chip)
+        chunks = count * sum(chunk_seconds(each, count, division.logit_chunks, chip) for each in self._compiled.logits)
+        return moved / memory_bandwidth(chip) + crossing / host_bandwidth(chip) + chunks
 
     def seconds(self, division: Division) -> float:
         """Seconds that a division adds to a step with its best plan; infinity without one."""
@@ -129,7 +132,33 @@ class DivisionEstimate:
         """Bytes besides planned ones."""
         step, others = self._step, self._compiled.memory.temporaries - self._weight * self._planned
         fixed = step.without_temporaries(division.micro_batches > 1) - (step.state if division.state == "host" else 0)
-        return fixed + max(others, 0) / division.micro_batches
+        saved = max((_saved_bytes(each, division.logit_chunks) for each in self._compiled.logits), default=0)
+        return fixed + max(others - saved, 0) / division.micro_batches
+
+
+def _saved_bytes(logits: Logits, chunks: int) -> float:
+    """Bytes that chunks of logits save, beside the default number of chunks: logits have the dtype of their factors. On
+    TPUs, which compute losses of logits in float32, twice as many were measured for bfloat16."""
+    share = 1 / logits.chunks - 1 / max(chunks, logits.chunks)
+    return share * logits.samples * logits.classes * logits.itemsize
+
+
+def chunk_seconds(logits: Logits, micro_batches: int, chunks: int, chip: Chip | None) -> float:
+    """Seconds that chunks of logits add to a micro-batch, beside the default number of chunks."""
+    samples = ceil(logits.samples / micro_batches)
+    return sum(
+        sign * count * _product_seconds(logits, ceil(samples / count), chip)
+        for sign, count in ((1, max(chunks, logits.chunks)), (-1, logits.chunks))
+    )
+
+
+def _product_seconds(logits: Logits, rows: int, chip: Chip | None) -> float:
+    """Seconds of the three products of a chunk: logits and the gradients of both factors, that of the weight in
+    float32."""
+    products = 2 * rows * logits.width * logits.classes / (FLOPS if chip is None else chip.rate(logits.dtype))
+    weight, values = logits.width * logits.classes, rows * logits.classes * logits.itemsize
+    moved = (logits.itemsize * weight, logits.itemsize * weight, 2 * _ACCUMULATOR * weight)  # the sum is read, too
+    return sum(max(products, (each + values) / memory_bandwidth(chip)) for each in moved)
 
 
 def _scaled(g: GraphNeeds, share: float) -> GraphNeeds:

@@ -7,6 +7,7 @@ from typing import Any
 
 from popxl.analysis.memory import Memory, steps_of
 from popxl.base.pages import bytes_text
+from popxl.core.recording import Op
 from popxl.ir import Ir
 from popxl.values.spec import size_in_bytes
 from runtime.memory_plans.compiled import Compiled
@@ -38,7 +39,8 @@ def refusal(tried: Sequence[Compiled], graphs: Sequence[GraphNeeds], budget: int
     if least.is_jax_function:
         advice = "Add up gradients in a `lax.scan` over slices of the batch, or shard the arrays over more devices."
     else:
-        micro_batches = "" if len(tried[0].divisions) > 1 else f"{_by_micro_batches(step, budget)} "
+        is_open = any(each.micro_batches > 1 for each in tried[0].divisions)
+        micro_batches = "" if is_open else f"{_by_micro_batches(step, budget)} "
         advice = f"{micro_batches}{_by_state(step, memory, budget)}"
     return (
         f"memory: no plan was found within {bytes_text(budget)} of a device; the least that was compiled"
@@ -82,16 +84,27 @@ def _by_state(step: StepMemory, memory: Memory, budget: int) -> str:
 
 
 def _by_chunks(least: Compiled) -> str:
-    """Advice on the logits of a loss, if they need much."""
-    losses = (op for graph in least.applied.models for op in graph.ops if op.op_type in _LOSSES_OF_LOGITS)
-    size = max((size_in_bytes(op.inputs[0]) for op in losses), default=0)
+    """Advice on the logits of a loss, if they need much, and plans do not choose their number of chunks."""
+    if least.logits:
+        return ""
+    size = max((_bytes_of_logits(op) for graph in least.applied.models for op in graph.ops), default=0)
     if 10 * size < least.memory.temporaries:
         return ""
     return (
-        f" A loss reads {bytes_text(size)} of logits: `NextTokenLoss(model, chunks=4)`, or `ops.linear_cross_entropy` "
-        "for other models, computes a quarter of them at a time (in PyTorch, "
+        f" A loss reads {bytes_text(size)} of logits: `NextTokenLoss(model, chunks=…)`, or `ops.linear_cross_entropy` "
+        "for other models, computes them in chunks, as many as plans choose if none are stated (in PyTorch, "
         "`F.linear_cross_entropy(…, options=torch.nn.LinearCrossEntropyOptions())`)."
     )
+
+
+def _bytes_of_logits(op: Op) -> int:
+    """Bytes of the logits that a loss reads at a time; 0 for other ops."""
+    if op.op_type in _LOSSES_OF_LOGITS:
+        return size_in_bytes(op.inputs[0])
+    if op.op_type != "LinearCrossEntropy" or op.attributes["chunks"] is None:
+        return 0
+    x, weight, labels = op.inputs
+    return labels.nelms * weight.shape[1] * x.dtype.itemsize // op.attributes["chunks"]
 
 
 def _largest_values(ir: Ir) -> str:

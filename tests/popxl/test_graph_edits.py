@@ -414,3 +414,50 @@ def test_an_output_stays(ir):
     with pytest.raises(PopxlError, match=r"are outputs of graph .*; they have to stay"):
         graph.move(graph.ops, part, given)
     assert state(ir) == before
+
+
+# remove ---------------------------------------------------------------------------------------------------------------
+
+
+def test_remove(ir, run, program):
+    a, b, c, d = program.values()
+    ir.main_graph.remove([c, b])
+    assert ir.main_graph.ops == [a, d]
+    assert run(ir, a.outputs[0]) == [[2.0, 4.0]]
+
+
+def test_sequences_hold_after_a_removal(ir):
+    with ir.main_graph as main, popxl.in_sequence():
+        x = popxl.variable([1.0, 2.0], name="x")
+        first, second, third = (ops.add(x, x).producer for _ in range(3))
+    main.remove([second])
+    assert third.after == (first.id,)
+    with pytest.raises(PopxlError, match="reorder"):
+        main.reorder([third, first])
+
+
+def test_calls_of_removed_ops_are_not_counted(ir):
+    with ir.main_graph as main:
+        x = popxl.variable([1.0, 2.0], name="x")
+        graph = ir.create_graph(lambda x: x + 1, x)
+        site = ops.call_with_info(graph, x)
+    main.remove([site.op])
+    assert graph.call_sites == []
+
+
+@pytest.mark.parametrize("names", ["a", "bd"])
+def test_ops_that_are_needed_stay(ir, program, names):
+    before = state(ir)
+    with pytest.raises(PopxlError, match="remove: .*needs"):
+        ir.main_graph.remove([program[name] for name in names])
+    assert state(ir) == before
+
+
+def test_outputs_and_ops_of_other_graphs_stay(ir, program):
+    graph = ir.create_graph(lambda x: x + 1, popxl.TensorSpec((2,), F32))
+    before = state(ir)
+    with pytest.raises(PopxlError, match="are outputs of"):
+        graph.remove([graph.ops[-1]])
+    with pytest.raises(PopxlError, match="are not ops of"):
+        ir.main_graph.remove([graph.ops[-1]])
+    assert state(ir) == before

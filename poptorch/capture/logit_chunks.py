@@ -11,7 +11,7 @@ from typing import NamedTuple
 from poptorch.base.dtypes import device_dtype
 from poptorch.capture.trace import Node, Value
 from popxl.extend.memory import Logits
-from popxl.extend.ops import logit_chunks
+from popxl.extend.ops import is_fused, logit_chunks
 
 _RESHAPES = ("aten.view", "aten._unsafe_view")
 _COPIES = ("aten.clone", "aten.alias")
@@ -49,8 +49,9 @@ def logits_of(nodes: Sequence[Node], wanted: Sequence[Value]) -> list[Logits]:
 
 
 def with_logit_chunks(nodes: Sequence[Node], wanted: Sequence[Value], chunks: int) -> list[Node]:
-    """Replace losses of linear layers by losses that compute their logits in chunks: as many as given, or more if there
-    are more by default.
+    """Replace losses of linear layers by losses that compute logits in chunks, together with their gradients.
+
+    There are as many chunks as given, or more if there are more by default. Losses of few logits in one chunk stay.
 
     A loss qualifies if it is the mean or sum of `F.cross_entropy` with classes as targets, without weights and label
     smoothing, and if its logits are results of a linear layer without a bias, which nothing else reads: only casts to a
@@ -62,7 +63,7 @@ def with_logit_chunks(nodes: Sequence[Node], wanted: Sequence[Value], chunks: in
     replaced: dict[int, list[Node]] = {}
     for head in _heads(nodes, wanted):
         count = max(chunks, head.logits.chunks)
-        if count > 1:
+        if count > 1 or is_fused(head.logits.samples, head.logits.classes):
             replaced |= {id(node): [] for node in (head.linear, *head.before)}
             replaced[id(head.loss)] = _in_chunks(head, min(count, head.logits.samples))
     return [new for node in nodes for new in replaced.get(id(node), [node])]

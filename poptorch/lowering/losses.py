@@ -26,7 +26,7 @@ from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
 from popxl.extend.kernels import round_once, widen
-from popxl.extend.ops import logit_chunks
+from popxl.extend.ops import is_fused, logit_chunks
 
 # Reductions -----------------------------------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ def linear_cross_entropy(
     if reduction != "none" and is_plain and target.dtype.is_int:
         classes, width = linear_weight.shape
         chunks = _chunk_count(max(1, target.nelms), classes, width, options)
-        if chunks > 1 or options is not None:
+        if chunks > 1 or options is not None or is_fused(target.nelms, classes):
             return _in_chunks(input, linear_weight, target, reduction, ignored, chunks)
     elif reduction != "none" and options is not None:
         logger.warning(

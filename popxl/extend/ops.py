@@ -37,7 +37,7 @@ from popxl.ops.convert import cast_if_needed, copied_to_ipu
 from popxl.ops.families import ELEMENTWISE, REAL
 from popxl.ops.host import print_tensor_kind
 from popxl.ops.index import picks_rows
-from popxl.ops.linear_cross_entropy import logit_chunks
+from popxl.ops.linear_cross_entropy import is_fused, logit_chunks
 from popxl.ops.memory import available_after_all, recomputed_after, scheduled_after
 from popxl.ops.nn import REDUCTION_TYPE, cross_entropy, cross_entropy_with_grad
 from popxl.ops.var_updates.adam import adam_direction, minus_correction
@@ -85,6 +85,7 @@ __all__ = [
     "cross_entropy_with_grad",
     "factor",
     "like_first",
+    "is_fused",
     "logit_chunks",
     "one_number",
     "picks_rows",

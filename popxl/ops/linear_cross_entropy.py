@@ -25,6 +25,16 @@ LOGITS_OF_CHUNK = 2**30
 weight twice, and reads and writes the sum of its gradients. If a chunk has fewer samples than the weight has rows,
 these are more bytes than its logits."""
 
+FUSED_FROM = 2**25
+"""Number of logits from which losses are computed together with their gradients by default. More of them in float32 do
+not fit into the on-chip memory of a v5e: a loss and a separate gradient store and read them. For fewer, XLA takes about
+5 % more cycles if both are computed together."""
+
+
+def is_fused(samples: int, classes: int) -> bool:
+    """Whether the loss of a matrix product is computed together with its gradients by default."""
+    return samples * classes > FUSED_FROM
+
 
 def logit_chunks(samples: int, classes: int) -> int:
     """Number of chunks of logits by default."""

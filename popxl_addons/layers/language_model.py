@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 import popxl
 from popxl import initial, ops
 from popxl.extend.arguments import integer
+from popxl.extend.ops import is_fused
 from popxl.replica_grouping import Groups
 from popxl_addons import weights
 from popxl_addons.layers.embedding import TiedEmbedding
@@ -437,6 +438,8 @@ class NextTokenLoss(Module):
     def build(self, tokens: popxl.Tensor) -> popxl.Tensor:
         """Integer `tokens` of shape (batch, length): each but the last predicts the one after it, in float32."""
         if isinstance(self.model, LanguageModel):
-            return self.model(tokens[:, :-1], labels=tokens[:, 1:], chunks=self.chunks)
+            predictions = tokens.shape[0] * (tokens.shape[1] - 1)
+            if self.chunks is not None or is_fused(predictions, self.model.config.vocabulary):
+                return self.model(tokens[:, :-1], labels=tokens[:, 1:], chunks=self.chunks)
         logits = self.model(tokens[:, :-1]).astype(popxl.float32)
         return cross_entropy(logits.reshape((-1, logits.shape[-1])), tokens[:, 1:].flatten())

@@ -97,6 +97,15 @@ def test_large_logits_are_computed_in_chunks(small_chunks: None, loss: Any, dtyp
         assert_near(ours.detach().float(), theirs.detach().float(), tolerance)
 
 
+def test_a_loss_of_many_logits_is_computed_with_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(linear_cross_entropy.__globals__, "FUSED_FROM", 100)
+    model = Language(in_float32)
+    reference = copy.deepcopy(model)
+    losses, chunks = trained(model)
+    assert chunks == [1]
+    assert_near(losses, in_torch(reference), 1e-5)
+
+
 def test_few_logits_are_computed_at_once() -> None:
     assert trained(Language(shifted))[1] == []
 

@@ -189,13 +189,14 @@ def test_logits_in_chunks(tied: bool, how: dict[str, Any]) -> None:
     assert "LinearCrossEntropy" in ops_of_chunks - ops_of_whole
 
 
-def test_logits_beyond_a_limit_are_in_chunks_by_default() -> None:
-    config = LanguageConfig(vocabulary=2**17, width=8, layers=1, heads=2, context=2**10)
+def test_a_loss_of_many_logits_is_computed_with_its_gradients_by_default() -> None:
+    config = LanguageConfig(vocabulary=2**15, width=8, layers=1, heads=2, context=2**10)
     with popxl.Ir().main_graph:
-        for texts, is_chunked in ((8, False), (9, True)):
+        for texts, is_fused in ((1, False), (2, True)):
             spec = popxl.TensorSpec((texts, 2**10 + 1), popxl.int32)
             _, graph = NextTokenLoss(LanguageModel(config)).create_graph(spec)
-            assert (graph.graph.ops[-2].op_type == "LinearCrossEntropy") is is_chunked
+            fused = [op for op in graph.graph.ops if op.op_type == "LinearCrossEntropy"]
+            assert [op.attributes["chunks"] for op in fused] == [None] * is_fused
 
 
 @pytest.mark.parametrize(

@@ -80,12 +80,12 @@ def test_gradients_of_a_mean_over_many_samples_in_float16() -> None:
         np.testing.assert_allclose(ours, scale * gradient, rtol=5e-3, atol=5e-3 * np.abs(scale * gradient).max())
 
 
-def cost(chunks: int, learns: bool) -> tuple[int, float]:
+def cost(chunks: int, learns: bool, samples: int = 1024, sizes: tuple[int, int] = (8, 512)) -> tuple[int, float]:
     """Bytes of temporaries, and products' operations."""
     ir = popxl.Ir()
     with ir.main_graph:
-        x, weight = (popxl.variable(np.zeros(s), popxl.float32, "x") for s in ((1024, 8), (8, 512)))
-        graph = ir.create_graph(head, x, weight, labels=np.zeros(1024), chunks=chunks)
+        x, weight = (popxl.variable(np.zeros(s), popxl.float32, "x") for s in ((samples, sizes[0]), sizes))
+        graph = ir.create_graph(head, x, weight, labels=np.zeros(samples), chunks=chunks)
         site = ops.call_with_info(graph, x, weight)
         addons.host_store(site.outputs[0])
         if learns:
@@ -104,6 +104,13 @@ def test_logits_of_one_chunk_exist_at_a_time() -> None:
     """All of them are 2 MB."""
     (whole, _), (chunked, _) = cost(1, learns=True), cost(8, learns=True)
     assert whole > 2e6 and chunked < 0.4 * whole
+
+
+@pytest.mark.compiled_whole
+def test_a_loop_over_chunks_holds_no_transposed_weight() -> None:
+    """The weight has 2 MB, and so do its gradient and the update."""
+    temporaries, _ = cost(4, learns=True, samples=64, sizes=(128, 4096))
+    assert temporaries < 2.5 * 4 * 128 * 4096
 
 
 @pytest.mark.compiled_whole

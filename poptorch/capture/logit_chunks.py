@@ -23,7 +23,7 @@ class Chunks(NamedTuple):
     number: int
 
 
-class _Head(NamedTuple):
+class _LossOfLinear(NamedTuple):
     """A loss and the linear layer that computes its logits, which nothing else reads.
 
     Attributes:
@@ -69,7 +69,7 @@ def with_logit_chunks(nodes: Sequence[Node], wanted: Sequence[Value], chunks: in
     return [new for node in nodes for new in replaced.get(id(node), [node])]
 
 
-def _in_chunks(head: _Head, chunks: int) -> list[Node]:
+def _in_chunks(head: _LossOfLinear, chunks: int) -> list[Node]:
     """The rows of the layer's input that belong to the targets, and their loss."""
     rows, new = head.linear.arguments["input"], list[Node]()
     width = rows.shape[-1]
@@ -100,7 +100,7 @@ def _in_chunks(head: _Head, chunks: int) -> list[Node]:
     return [*new, in_chunks]
 
 
-def _heads(nodes: Sequence[Node], wanted: Sequence[Value]) -> Iterator[_Head]:
+def _heads(nodes: Sequence[Node], wanted: Sequence[Value]) -> Iterator[_LossOfLinear]:
     """Losses whose logits can be computed in chunks."""
     reads = Counter(id(value) for node in nodes for value in node.inputs) + Counter(map(id, wanted))
     for loss in nodes:
@@ -111,7 +111,7 @@ def _heads(nodes: Sequence[Node], wanted: Sequence[Value]) -> Iterator[_Head]:
         while value.producer is not None and reads[id(value)] == 1 and _is_alike(value.producer, loss):
             node = value.producer
             if node.op == "torch.linear" and node.arguments["bias"] is None and _fits(node, loss):
-                yield _Head(node, tuple(reversed(before)), loss)
+                yield _LossOfLinear(node, tuple(reversed(before)), loss)
             if not _moves_rows(node):
                 break
             before.append(node)

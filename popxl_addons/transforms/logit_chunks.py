@@ -13,7 +13,7 @@ from popxl.extend.memory import Logits
 from popxl.extend.ops import cast_if_needed, logit_chunks
 
 
-class _Head(NamedTuple):
+class _LossOfProduct(NamedTuple):
     """A loss and the product that computes its logits, which nothing else reads.
 
     Attributes:
@@ -68,26 +68,26 @@ def chunk_logits(graph: popxl.Graph, chunks: int) -> None:
         graph.remove(head.before)
 
 
-def _in_chunks(head: _Head, chunks: int) -> popxl.Tensor:
+def _in_chunks(head: _LossOfProduct, chunks: int) -> popxl.Tensor:
     how, (loss,) = head.loss.attributes, head.loss.outputs
     number = min(chunks, head.logits.samples)
     total = ops.linear_cross_entropy(head.x, head.weight, head.labels, how["ignore_index"], how["reduction"], number)
     return cast_if_needed(total, loss.dtype)
 
 
-def _heads(graph: popxl.Graph) -> Iterator[_Head]:
+def _heads(graph: popxl.Graph) -> Iterator[_LossOfProduct]:
     """Losses whose logits can be computed in chunks."""
     reads = Counter(t for op in graph.ops for t in op.inputs) + Counter(graph.outputs)
     for op in graph.ops:
         if op.op_type == "LinearCrossEntropy" and op.attributes["chunks"] is None:
             x, weight, labels = op.inputs
-            yield _Head(op, x, weight, labels)
+            yield _LossOfProduct(op, x, weight, labels)
         elif op.op_type == "CrossEntropy" and op.attributes["reduction"] != "none":
             logits, labels = op.inputs
             before = tuple(_producers(logits, reads))
             if before and _is_product(before[-1]):
                 x, weight = before[-1].inputs
-                yield _Head(op, x, weight, labels, before)
+                yield _LossOfProduct(op, x, weight, labels, before)
 
 
 def _producers(t: popxl.Tensor, reads: Counter[popxl.Tensor]) -> Iterator[Op]:

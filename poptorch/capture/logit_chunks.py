@@ -54,8 +54,8 @@ def with_logit_chunks(nodes: Sequence[Node], wanted: Sequence[Value], chunks: in
     There are as many chunks as given, or more if there are more by default. Losses of few logits in one chunk stay.
 
     A loss qualifies if it is the mean or sum of `F.cross_entropy` with classes as targets, without weights and label
-    smoothing, and if its logits are results of a linear layer without a bias, which nothing else reads: only casts to a
-    wider dtype, reshapes and slices of whole rows come between.
+    smoothing, and if its logits are results of a linear layer, which nothing else reads: only casts to a wider dtype,
+    reshapes and slices of whole rows come between.
 
     Args:
         wanted: values that are used outside of `nodes`.
@@ -88,7 +88,7 @@ def _in_chunks(head: _LossOfLinear, chunks: int) -> list[Node]:
         "input": rows,
         "linear_weight": head.linear.arguments["weight"],
         "target": loss.arguments["target"],
-        "linear_bias": None,
+        "linear_bias": head.linear.arguments["bias"],
         "weight": None,
         "reduction": loss.arguments["reduction"],
         "ignore_index": loss.arguments["ignore_index"],
@@ -110,7 +110,7 @@ def _heads(nodes: Sequence[Node], wanted: Sequence[Value]) -> Iterator[_LossOfLi
         value = loss.arguments["input"]
         while value.producer is not None and reads[id(value)] == 1 and _is_alike(value.producer, loss):
             node = value.producer
-            if node.op == "torch.linear" and node.arguments["bias"] is None and _fits(node, loss):
+            if node.op == "torch.linear" and _fits(node, loss):
                 yield _LossOfLinear(node, tuple(reversed(before)), loss)
             if not _moves_rows(node):
                 break

@@ -305,16 +305,16 @@ def linear_cross_entropy(
     options: Any,
 ) -> popxl.Tensor:
     ignored = -100 if ignore_index is None else ignore_index
-    is_plain = len(linear_weight.shape) == 2 and linear_bias is None and weight is None and label_smoothing == 0
+    is_plain = len(linear_weight.shape) == 2 and weight is None and label_smoothing == 0
     if reduction != "none" and is_plain and target.dtype.is_int:
         classes, width = linear_weight.shape
         chunks = _chunk_count(max(1, target.nelms), classes, width, options)
         if chunks > 1 or options is not None or is_fused(target.nelms, classes):
-            return _in_chunks(input, linear_weight, target, reduction, ignored, chunks)
+            return _in_chunks(input, linear_weight, linear_bias, target, reduction, ignored, chunks)
     elif reduction != "none" and options is not None:
         logger.warning(
             "linear_cross_entropy: `options` have no effect here: the loss is computed in chunks for a weight of two "
-            "dimensions and targets that are class indices, without a bias, class weights and label smoothing."
+            "dimensions and targets that are class indices, without class weights and label smoothing."
         )
     *results, width = linear_weight.shape  # of each class, and perhaps of more dimensions
     bias = None if linear_bias is None else ops.flatten(linear_bias)
@@ -324,11 +324,18 @@ def linear_cross_entropy(
 
 
 def _in_chunks(
-    input: popxl.Tensor, linear_weight: popxl.Tensor, target: popxl.Tensor, reduction: str, ignored: int, chunks: int
+    input: popxl.Tensor,
+    linear_weight: popxl.Tensor,
+    linear_bias: Optional,
+    target: popxl.Tensor,
+    reduction: str,
+    ignored: int,
+    chunks: int,
 ) -> popxl.Tensor:
     """Cross entropy without all logits at a time."""
+    bias = None if linear_bias is None else cast_like(linear_bias, input.dtype)
     weight, labels = ops.transpose(cast_like(linear_weight, input.dtype)), cast_like(target, popxl.int32)
-    total = ops.linear_cross_entropy(input, weight, labels, ignored, "sum", chunks)
+    total = ops.linear_cross_entropy(input, weight, labels, ignored, "sum", chunks, bias)
     if reduction == "mean":
         total = total / ops.sum(ops.cast(ops.logical_not(ops.equal(labels, ignored)), total.dtype))
     return cast_like(total, wanted().dtype)

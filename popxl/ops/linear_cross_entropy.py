@@ -42,22 +42,27 @@ def logit_chunks(samples: int, classes: int) -> int:
 
 
 def _by_chunks(
-    x: Any, weight: Any, labels: Any, *, ignore_index: int | None, chunks: int | None
-) -> tuple[Any, Any, Any, Any]:
-    """Sum of the losses, its gradients, and the number of labels that count.
+    x: Any, weight: Any, labels: Any, bias: Any = None, *, ignore_index: int | None, chunks: int | None
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Sum of the losses, its gradients, and the number of labels that count. Without a bias, its gradient is a scalar.
 
     The gradients are those of the sum: divided by many samples, they would be too small for float16.
     """
     wide = wide_dtype(x)
 
-    def add_chunk(sums: tuple[Any, Any], chunk: tuple[Any, Any]) -> tuple[tuple[Any, Any], Any]:
-        loss_sum, weight_grad = sums
+    def add_chunk(sums: tuple[Any, ...], chunk: tuple[Any, Any]) -> tuple[tuple[Any, ...], Any]:
+        loss_sum, weight_grad, bias_grad = sums
         rows, labels = chunk
         logits = product(rows, weight, x.dtype).astype(x.dtype)
+        logits = logits if bias is None else logits + bias
         of_sum: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "sum"}
         loss, logits_grad = cross_entropy_and_gradient(logits, labels, jnp.ones((), wide), **of_sum)
         logits_grad = logits_grad.astype(x.dtype)
-        sums = loss_sum + loss, weight_grad + product(rows.T, logits_grad, wide)
+        sums = (
+            loss_sum + loss,
+            weight_grad + product(rows.T, logits_grad, wide),
+            bias_grad if bias is None else bias_grad + logits_grad.sum(0, dtype=wide),
+        )
         # Transposed here, not before the loop, which would hold a copy.
         return sums, product(logits_grad, weight.T, x.dtype).astype(x.dtype)
 
@@ -65,16 +70,17 @@ def _by_chunks(
     size = max(1, -(-len(rows) // (chunks or logit_chunks(len(rows), weight.shape[1]))))
     equal = len(rows) // size * size
     equal_chunks = rows[:equal].reshape(-1, size, rows.shape[1]), labels[:equal].reshape(-1, size)
-    sums, x_grad = lax.scan(add_chunk, (jnp.zeros((), wide), jnp.zeros(weight.shape, wide)), equal_chunks)
+    shapes = (), weight.shape, () if bias is None else bias.shape
+    sums, x_grad = lax.scan(add_chunk, tuple(jnp.zeros(shape, wide) for shape in shapes), equal_chunks)
     x_grad = x_grad.reshape(equal, rows.shape[1])
     if equal < len(rows):
         sums, of_rest = add_chunk(sums, (rows[equal:], labels[equal:]))
         x_grad = jnp.concatenate([x_grad, of_rest])
     _, count = label_mask(labels, ignore_index)
-    return sums[0], x_grad.reshape(x.shape), sums[1], jnp.asarray(count, wide)
+    return sums[0], x_grad.reshape(x.shape), sums[1], jnp.asarray(count, wide), sums[2]
 
 
-def _specs(x: Any, weight: Any, labels: Any, *, chunks: int | None, **how: Any) -> list[TensorSpec]:
+def _specs(x: Any, weight: Any, labels: Any, bias: Any = None, *, chunks: int | None, **how: Any) -> list[TensorSpec]:
     same_dtype(x, weight)
     if not x.dtype.is_floating_point:
         raise PopxlError(f"expected `x` to be a float tensor; it is {x.dtype.name}.")
@@ -89,11 +95,22 @@ def _specs(x: Any, weight: Any, labels: Any, *, chunks: int | None, **how: Any) 
             f"expected `labels` to be {samples} integers, one for each row of `x`; got {labels.dtype.name} of shape "
             f"{labels.shape}."
         )
+    if bias is not None and (bias.dtype, bias.shape) != (x.dtype, weight.shape[1:]):
+        raise PopxlError(
+            f"expected `bias` of the dtype of `x`, {x.dtype.name}, and of shape {weight.shape[1:]}; got "
+            f"{bias.dtype.name} of shape {bias.shape}."
+        )
     if chunks is not None and not 1 <= chunks <= max(1, samples):
         raise ValueError(f"`chunks` is {chunks}; expected 1 to {samples}, the number of samples.")
     wide = dtypes.float64 if x.dtype is dtypes.float64 else dtypes.float32
     number = TensorSpec((), wide)
-    return [number, like_first(x), TensorSpec(weight.shape, wide), number]
+    return [
+        number,
+        like_first(x),
+        TensorSpec(weight.shape, wide),
+        number,
+        TensorSpec(() if bias is None else bias.shape, wide),
+    ]
 
 
 def _scaled(g: Tensor, gradient: Tensor, dtype: dtypes.dtype) -> Tensor:
@@ -105,10 +122,11 @@ _kind = OpKind(
     "LinearCrossEntropy",
     _by_chunks,
     shape=_specs,
-    result=("loss", "x_grad", "weight_grad", "label_count"),
+    result=("loss", "x_grad", "weight_grad", "label_count", "bias_grad"),
     gradient={
         "x": lambda g, x_grad: _scaled(g, x_grad, x_grad.dtype),
         "weight": lambda g, weight_grad, weight_spec: _scaled(g, weight_grad, weight_spec.dtype),
+        "bias": lambda g, bias_grad, bias_spec: _scaled(g, bias_grad, bias_spec.dtype),
     },
     traits=REAL,
 )
@@ -121,8 +139,9 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     chunks: int | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Cross entropy of the logits `x @ weight`: `-log(softmax(x @ weight)[..., label])`, in chunks of the samples.
+    """Cross entropy of the logits `x @ weight + bias`: `-log(softmax(logits)[..., label])`, in chunks of the samples.
 
     The logits of one chunk exist at a time. Their gradient is computed together with them, and with it those of `x` and
     `weight`, so that a training step multiplies no more than with `cross_entropy(x @ weight, labels)`. If the program
@@ -138,6 +157,7 @@ def linear_cross_entropy(
         reduction: `"mean"` over the labels that count, or `"sum"`.
         chunks: number of chunks, of equal size but for the last. By default as many as keep a chunk within 2³⁰ logits
             (2 GiB in bfloat16).
+        bias: vector of shape `(classes,)`, of the dtype of `x`. By default none.
 
     Returns:
         The loss, a scalar of float32 (float64 for float64): logits are rounded to the dtype of `x`.
@@ -161,7 +181,8 @@ def linear_cross_entropy(
     ignored = ignored_label("linear_cross_entropy", labels, ignore_index)
     if chunks is not None:
         chunks = integer(chunks, "linear_cross_entropy: `chunks`")
-    loss, _, _, count = _kind(x, weight, labels, ignore_index=ignored, chunks=chunks)
+    given = (x, weight, labels) if bias is None else (x, weight, labels, bias)
+    loss, _, _, count, _ = _kind(*given, ignore_index=ignored, chunks=chunks)
     if reduction == "sum":
         return loss
     return loss / (labels.nelms if ignored is None else detach(count))

@@ -80,7 +80,7 @@ def _heads(graph: popxl.Graph) -> Iterator[_LossOfProduct]:
     reads = Counter(t for op in graph.ops for t in op.inputs) + Counter(graph.outputs)
     for op in graph.ops:
         if op.op_type == "LinearCrossEntropy" and op.attributes["chunks"] is None:
-            x, weight, labels = op.inputs
+            x, weight, labels, *_ = op.inputs
             yield _LossOfProduct(op, x, weight, labels)
         elif op.op_type == "CrossEntropy" and op.attributes["reduction"] != "none":
             logits, labels = op.inputs

@@ -103,7 +103,7 @@ def _bytes_of_logits(op: Op) -> int:
         return size_in_bytes(op.inputs[0])
     if op.op_type != "LinearCrossEntropy" or op.attributes["chunks"] is None:
         return 0
-    x, weight, labels = op.inputs
+    x, weight, labels, *_ = op.inputs
     return labels.nelms * weight.shape[1] * x.dtype.itemsize // op.attributes["chunks"]
 
 

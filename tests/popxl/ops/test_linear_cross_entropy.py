@@ -14,6 +14,7 @@ from tests.tolerances import assert_near
 Array = np.ndarray
 RANDOM = np.random.default_rng(3)
 X, WEIGHT = RANDOM.normal(size=(3, 4, 5)), RANDOM.normal(size=(5, 6))
+BIAS = RANDOM.normal(size=6)
 LABELS = RANDOM.integers(0, 6, (3, 4))
 
 
@@ -99,6 +100,30 @@ def cost(chunks: int, learns: bool, samples: int = 1024, sizes: tuple[int, int] 
     return session.memory().temporaries, session.cost().flops
 
 
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_a_bias(chunks: int) -> None:
+    """It is a row of the weight, for an input of 1."""
+    ones = np.concatenate([X, np.ones((3, 4, 1))], -1)
+    theirs = expected(ones, np.concatenate([WEIGHT, BIAS[None]]), LABELS, 2, "mean")
+
+    def biased(x: popxl.Tensor, weight: popxl.Tensor, bias: popxl.Tensor) -> popxl.Tensor:
+        return head(x, weight, LABELS, ignore_index=2, chunks=chunks, bias=bias)
+
+    ir = popxl.Ir()
+    with ir.main_graph:
+        operands = [popxl.variable(value, popxl.float32) for value in (X, WEIGHT, BIAS)]
+        graph = ir.create_graph(biased, *operands)
+        info = autodiff(graph)
+        site = ops.call_with_info(graph, *operands)
+        gradients = ops.call(info.graph, popxl.constant(1, popxl.float32), inputs_dict=info.inputs_dict(site))
+        streams = [addons.host_store(t) for t in (site.outputs[0], *gradients)]
+    with popxl.Session(ir, "ipu_hw") as session:
+        outputs = session.run()
+    slopes = [theirs[0], theirs[1][..., :-1], theirs[2][:-1], theirs[2][-1]]
+    for stream, gradient in zip(streams, slopes, strict=True):
+        assert_near(outputs[stream], gradient, 1e-5)
+
+
 @pytest.mark.compiled_whole
 def test_logits_of_one_chunk_exist_at_a_time() -> None:
     """All of them are 2 MB."""
@@ -117,3 +142,15 @@ def test_a_loop_over_chunks_holds_no_transposed_weight() -> None:
 def test_a_program_without_gradients_computes_the_loss_alone() -> None:
     (_, loss), (_, step) = cost(1, learns=False), cost(1, learns=True)
     assert loss < 0.5 * step
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((5,), popxl.float32), ((6,), popxl.float16)])
+def test_a_bias_that_does_not_fit(shape: tuple[int, ...], dtype: popxl.dtype) -> None:
+    with popxl.Ir().main_graph as main:
+        x, weight = popxl.variable(X, popxl.float32), popxl.variable(WEIGHT, popxl.float32)
+        bias, count = popxl.variable(np.zeros(shape), dtype), len(main.ops)
+        with pytest.raises(
+            popxl.PopxlError, match=r"expected `bias` of the dtype of `x`, float32, and of shape \(6,\)"
+        ):
+            ops.linear_cross_entropy(x, weight, popxl.constant(LABELS, popxl.int32), bias=bias)
+        assert all(op.op_type == "Constant" for op in main.ops[count:])

@@ -239,7 +239,7 @@ NN = [
          sample(values("float32", (6, 5)), values("float32", (5, 4)), np.array([3, 2**32 - 1, 2, 1, 0, 2], np.uint32),
                 reduction="sum", chunks=2, ignore_index=2**32 - 1, torch=False),
          sample(np.zeros((0, 5), np.float32), values("float32", (5, 4)), np.zeros(0, np.int32), reduction="sum")],
-        "LinearCrossEntropy", "loss", adds=4, differentiable=(0, 1), tolerance=4e-6,
+        "LinearCrossEntropy", "loss", adds=5, differentiable=(0, 1), tolerance=4e-6,
         torch=linear_cross_entropy_of_torch,
         bad=[bad(ValueError, "^linear_cross_entropy: `reduction` is 'none'; expected 'mean' or 'sum'", X, Y.T, INTS[0],
                  reduction="none"),

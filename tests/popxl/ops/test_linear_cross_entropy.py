@@ -150,7 +150,7 @@ def test_a_bias_that_does_not_fit(shape: tuple[int, ...], dtype: popxl.dtype) ->
         x, weight = popxl.variable(X, popxl.float32), popxl.variable(WEIGHT, popxl.float32)
         bias, count = popxl.variable(np.zeros(shape), dtype), len(main.ops)
         with pytest.raises(
-            popxl.PopxlError, match=r"expected `bias` of the dtype of `x`, float32, and of shape \(6,\)"
+            popxl.errors.PopxlError, match=r"expected `bias` of the dtype of `x`, float32, and of shape \(6,\)"
         ):
             ops.linear_cross_entropy(x, weight, popxl.constant(LABELS, popxl.int32), bias=bias)
         assert all(op.op_type == "Constant" for op in main.ops[count:])

@@ -53,8 +53,8 @@ class Division(NamedTuple):
 
 IN_ONE_PIECE = Division()
 
-_LOGIT_CHUNKS = (1, 2, 4, 8, 16)
-"""Numbers of chunks of logits that come into question. With 16, the other chunks leave little to save."""
+_LOGIT_CHUNKS = (2, 4, 8, 16)
+"""Numbers of chunks of logits that come into question, beside one. With 16, the other chunks leave little to save."""
 
 
 class Compiled(NamedTuple):

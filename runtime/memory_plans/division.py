@@ -86,6 +86,7 @@ class DivisionEstimate:
         self._planned = keep_all(self._graphs, compiled.release).bytes
         self._weight = compiled.weight(self._planned)
         self._step = StepMemory(compiled.ir, compiled.memory, compiled.applied.models, self._graphs)
+        self._smallest_plans: dict[int, Solution | None] = {}
 
     def cheapest(self, candidates: Iterable[Division]) -> Division | None:
         """Division within the budget that takes least time, with its state on the device if possible."""
@@ -103,30 +104,38 @@ class DivisionEstimate:
         count, step = division.micro_batches, self._step
         moved = 2 * (count - 1) * step.weights + (2 * count * step.accumulators if count > 1 else 0)
         chip, crossing = self._compiled.chip, 2 * step.state if division.state == "host" else 0
-        chunks = count * sum(chunk_seconds(each, count, division.logit_chunks, chip) for each in self._compiled.logits)
+        chunks = count * sum(_chunk_seconds(each, count, division.logit_chunks, chip) for each in self._compiled.logits)
         return moved / memory_bandwidth(chip) + crossing / host_bandwidth(chip) + chunks
 
     def seconds(self, division: Division) -> float:
         """Seconds that a division adds to a step with its best plan; infinity without one."""
         limit = (self._budget - self._fixed(division)) / self._weight
-        if keep_all(self._graphs_of(division), self._compiled.release).bytes <= limit:
+        count = division.micro_batches
+        if keep_all(self._graphs_of(count), self._compiled.release).bytes <= limit:
             return self._overhead(division)
-        plan = self._solved(division, limit)
-        return float("inf") if plan is None else self._overhead(division) + division.micro_batches * plan.seconds
+        smallest = self._smallest_plan(count)
+        plan = None if smallest is None or smallest.bytes > limit else self._solved(count, limit)
+        return float("inf") if plan is None else self._overhead(division) + count * plan.seconds
 
     def smallest(self, division: Division) -> tuple[float, float]:
         """Bytes that a division needs with its smallest plan, and seconds that this plan adds to a step."""
-        plan = self._solved(division, None)
+        plan = self._smallest_plan(division.micro_batches)
         planned, seconds = (0, 0.0) if plan is None else (plan.bytes, plan.seconds)
         needed = self._fixed(division) + self._weight * planned
         return needed, self._overhead(division) + division.micro_batches * seconds
 
-    def _solved(self, division: Division, limit: float | None) -> Solution | None:
-        compiled = self._compiled
-        return solve(self._graphs_of(division), limit, compiled.chip, compiled.offloadable, compiled.release)
+    def _smallest_plan(self, micro_batches: int) -> Solution | None:
+        """The plan of fewest bytes, which the state and chunks of logits do not change."""
+        if micro_batches not in self._smallest_plans:
+            self._smallest_plans[micro_batches] = self._solved(micro_batches, None)
+        return self._smallest_plans[micro_batches]
 
-    def _graphs_of(self, division: Division) -> list[GraphNeeds]:
-        return [_scaled(g, 1 / division.micro_batches) for g in self._graphs]
+    def _solved(self, micro_batches: int, limit: float | None) -> Solution | None:
+        compiled = self._compiled
+        return solve(self._graphs_of(micro_batches), limit, compiled.chip, compiled.offloadable, compiled.release)
+
+    def _graphs_of(self, micro_batches: int) -> list[GraphNeeds]:
+        return [_scaled(g, 1 / micro_batches) for g in self._graphs]
 
     def _fixed(self, division: Division) -> float:
         """Bytes besides planned ones."""
@@ -143,7 +152,7 @@ def _saved_bytes(logits: Logits, chunks: int) -> float:
     return share * logits.samples * logits.classes * logits.itemsize
 
 
-def chunk_seconds(logits: Logits, micro_batches: int, chunks: int, chip: Chip | None) -> float:
+def _chunk_seconds(logits: Logits, micro_batches: int, chunks: int, chip: Chip | None) -> float:
     """Seconds that chunks of logits add to a micro-batch, beside the default number of chunks."""
     samples = ceil(logits.samples / micro_batches)
     return sum(

@@ -51,6 +51,7 @@ def chunk_logits(graph: popxl.Graph, chunks: int) -> None:
     `ops.linear_cross_entropy` without `chunks`. Differentiate afterwards.
 
     Example:
+        >>> from popxl_addons.ops import cross_entropy
         >>> def loss(x, w, labels):
         ...     return cross_entropy((x @ w).astype(popxl.float32), labels)
         >>> ir = popxl.Ir()

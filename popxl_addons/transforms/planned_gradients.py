@@ -118,6 +118,19 @@ class PlannedGradients:
         self._logit_chunks = chunks_for(memory, logits_of(model))
         if self._logit_chunks > 1:
             chunk_logits(model, self._logit_chunks)
+            self._warn_of_whole_logits()
+
+    def _warn_of_whole_logits(self) -> None:
+        """Warn of a plan with logits in chunks, if the model has no loss that computes them so."""
+        is_of_several = isinstance(self.memory, MemoryPlan) and self.memory.models
+        if not is_of_several and not any(op.op_type == "LinearCrossEntropy" for op in self.model.ops):
+            warn_at(
+                SourceLocation.of(user_frame()),
+                f"memory: the plan has logits in {self._logit_chunks} chunks, and {self.model.title} has no loss for "
+                "it: expected `ops.linear_cross_entropy`, or the cross entropy of a matrix product whose result "
+                "nothing else reads. Take a plan that was made for this program, or state `logit_chunks` 1 in it.",
+                UserWarning,
+            )
 
     def warn_if_nothing_is_saved(self) -> None:
         """Warn of a whole model of which nothing is kept, if its backward pass follows its forward pass at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -151,6 +152,27 @@ def test_a_stated_number_of_chunks_stays() -> None:
     with pytest.raises(PopxlError, match="no plan was found") as refused:
         addons.plan_memory(build, most // 4)
     assert "chunks" in str(refused.value)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_plan_whose_chunks_have_no_effect_warns(reduction: Any) -> None:
+    class Other(Head):
+        def build(self, x: popxl.Tensor, labels: popxl.Tensor) -> popxl.Tensor:
+            return ops.mean(super().build(x, labels))
+
+    def build(memory: Any) -> Any:
+        with popxl.Ir().main_graph:
+            x, labels = popxl.h2d_stream((*SHAPE, WIDTH), popxl.float32), popxl.h2d_stream(SHAPE, popxl.int32)
+            module = Other(reduction=reduction)
+            return addons.train_step(module, x, labels, optimizer=partial(optimizers.sgd, lr=0.5), memory=memory).memory
+
+    plan = build("everything").model_copy(update={"logit_chunks": 2})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build(plan)
+    found = [str(each.message) for each in caught]
+    assert len(found) == (reduction == "none")
+    assert all("has logits in 2 chunks" in text and "has no loss for it" in text for text in found)
 
 
 def test_numbers_of_chunks_above_zero() -> None:

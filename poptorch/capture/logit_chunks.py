@@ -62,10 +62,10 @@ def with_logit_chunks(nodes: Sequence[Node], wanted: Sequence[Value], chunks: in
     """
     replaced: dict[int, list[Node]] = {}
     for head in _heads(nodes, wanted):
-        count = max(chunks, head.logits.chunks)
+        count = head.logits.chunk_count(chunks)
         if count > 1 or is_fused(head.logits.samples, head.logits.classes):
             replaced |= {id(node): [] for node in (head.linear, *head.before)}
-            replaced[id(head.loss)] = _in_chunks(head, min(count, head.logits.samples))
+            replaced[id(head.loss)] = _in_chunks(head, count)
     return [new for node in nodes for new in replaced.get(id(node), [node])]
 
 
@@ -134,9 +134,13 @@ def _is_alike(node: Node, loss: Node) -> bool:
 
 
 def _fits(linear: Node, loss: Node) -> bool:
-    """Whether a layer computes logits of a float dtype, at least as narrow as that of the loss."""
+    """Whether a layer computes logits by a matrix, of a float dtype that is no wider than that of the loss."""
     (logits,), weight = linear.results, linear.arguments["weight"]
-    return weight.dtype.is_floating_point and logits.dtype.itemsize <= loss.results[0].dtype.itemsize
+    return (
+        len(weight.shape) == 2
+        and weight.dtype.is_floating_point
+        and logits.dtype.itemsize <= loss.results[0].dtype.itemsize
+    )
 
 
 def _moves_rows(node: Node) -> bool:
@@ -147,7 +151,7 @@ def _moves_rows(node: Node) -> bool:
     if value.shape[-1:] != result.shape[-1:]:
         return False
     if node.op == "aten._to_copy":
-        return result.dtype.is_floating_point and value.dtype.itemsize <= result.dtype.itemsize
+        return result.dtype.is_floating_point and value.dtype.itemsize < result.dtype.itemsize
     if node.op == "aten.slice":
         return node.arguments.get("dim", 0) % len(value.shape) != len(value.shape) - 1
     return value.dtype == result.dtype

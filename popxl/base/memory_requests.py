@@ -31,6 +31,10 @@ class Logits(NamedTuple):
     itemsize: int
     chunks: int = 1
 
+    def chunk_count(self, requested: int) -> int:
+        """Number of chunks for a requested one: no fewer than by default, and no more than there are samples."""
+        return min(max(requested, self.chunks), max(self.samples, 1))
+
 
 class MemoryRequest(NamedTuple):
     """Requested memory plan, micro-batches and so on, for training steps that leave them open.

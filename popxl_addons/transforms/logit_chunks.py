@@ -63,7 +63,7 @@ def chunk_logits(graph: popxl.Graph, chunks: int) -> None:
     """
     for head in [*_heads(graph)]:
         if not head.before:
-            head.loss.edit(attributes={**head.loss.attributes, "chunks": min(chunks, head.logits.samples)})
+            head.loss.edit(attributes={**head.loss.attributes, "chunks": head.logits.chunk_count(chunks)})
             continue
         graph.replace([head.loss], lambda *_, head=head: _in_chunks(head, chunks))
         graph.remove(head.before)
@@ -71,7 +71,7 @@ def chunk_logits(graph: popxl.Graph, chunks: int) -> None:
 
 def _in_chunks(head: _LossOfProduct, chunks: int) -> popxl.Tensor:
     how, (loss,) = head.loss.attributes, head.loss.outputs
-    number = min(chunks, head.logits.samples)
+    number = head.logits.chunk_count(chunks)
     total = ops.linear_cross_entropy(head.x, head.weight, head.labels, how["ignore_index"], how["reduction"], number)
     return cast_if_needed(total, loss.dtype)
 
@@ -105,7 +105,8 @@ def _producers(t: popxl.Tensor, reads: Counter[popxl.Tensor]) -> Iterator[Op]:
 def _keeps_rows(op: Op) -> bool:
     """Whether an op keeps the last dimension, and rounds nothing."""
     (before,), (after,) = op.inputs, op.outputs
-    return before.shape[-1:] == after.shape[-1:] and before.dtype.itemsize <= after.dtype.itemsize
+    is_exact = before.dtype == after.dtype or before.dtype.itemsize < after.dtype.itemsize
+    return before.shape[-1:] == after.shape[-1:] and is_exact
 
 
 def _is_product(op: Op) -> bool:

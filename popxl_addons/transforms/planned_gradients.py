@@ -122,8 +122,8 @@ class PlannedGradients:
 
     def _warn_of_whole_logits(self) -> None:
         """Warn of a plan with logits in chunks, if the model has no loss that computes them so."""
-        is_of_several = isinstance(self.memory, MemoryPlan) and self.memory.models
-        if not is_of_several and not any(op.op_type == "LinearCrossEntropy" for op in self.model.ops):
+        is_stated = isinstance(self.memory, MemoryPlan) and not self.memory.models and self._budget_request is None
+        if is_stated and not any(op.op_type == "LinearCrossEntropy" for op in self.model.ops):
             warn_at(
                 SourceLocation.of(user_frame()),
                 f"memory: the plan has logits in {self._logit_chunks} chunks, and {self.model.title} has no loss for "

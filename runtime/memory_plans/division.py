@@ -148,7 +148,7 @@ class DivisionEstimate:
 def _saved_bytes(logits: Logits, chunks: int) -> float:
     """Bytes that chunks of logits save, beside the default number of chunks: logits have the dtype of their factors. On
     TPUs, which compute losses of logits in float32, twice as many were measured for bfloat16."""
-    share = 1 / logits.chunks - 1 / max(chunks, logits.chunks)
+    share = 1 / logits.chunks - 1 / logits.chunk_count(chunks)
     return share * logits.samples * logits.classes * logits.itemsize
 
 
@@ -157,7 +157,7 @@ def _chunk_seconds(logits: Logits, micro_batches: int, chunks: int, chip: Chip |
     samples = ceil(logits.samples / micro_batches)
     return sum(
         sign * count * _product_seconds(logits, ceil(samples / count), chip)
-        for sign, count in ((1, max(chunks, logits.chunks)), (-1, logits.chunks))
+        for sign, count in ((1, logits.chunk_count(chunks)), (-1, logits.chunks))
     )
 
 

@@ -146,6 +146,23 @@ def test_other_losses_stay(small_chunks: None, loss: Any) -> None:
     assert_near(losses, in_torch(reference), 1e-3)
 
 
+def test_a_vector_in_place_of_the_weight(small_chunks: None) -> None:
+    """A linear function of one result: its input has the classes."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(-1, 1, 5))
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(F.linear(x, self.weight), target)
+
+    x, target, model = torch.linspace(-1, 2, 60 * WORDS).reshape(12, WORDS, 5), IDS.flatten()[:12], Scores()
+    run = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert_near(run(x, target).item(), model(x, target).item(), 1e-5)
+    run.destroy()
+
+
 def test_logits_that_the_model_returns_stay_whole(small_chunks: None) -> None:
     model = Language(lambda logits, ids: (shifted(logits, ids), logits))
     run = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

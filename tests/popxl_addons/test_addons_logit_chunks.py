@@ -13,6 +13,7 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl.errors import PopxlError
+from popxl.extend.memory import requesting_memory
 from popxl_addons import optimizers
 from popxl_addons.layers import LanguageConfig, LanguageModel, NextTokenLoss
 from popxl_addons.ops import cross_entropy
@@ -40,6 +41,13 @@ class Head(addons.Module):
         (x,) = Layer().create_graph(x)[1].call(x)
         logits = (x @ weight).astype(popxl.float32).reshape((-1, CLASSES))
         return cross_entropy(logits, labels.flatten(), **self.how)
+
+
+class Other(Head):
+    """The mean of a loss of each sample, or of the loss."""
+
+    def build(self, x: popxl.Tensor, labels: popxl.Tensor) -> popxl.Tensor:
+        return ops.mean(super().build(x, labels))
 
 
 def weights() -> np.ndarray:
@@ -154,12 +162,16 @@ def test_a_stated_number_of_chunks_stays() -> None:
     assert "chunks" in str(refused.value)
 
 
+def test_a_plan_has_no_fewer_chunks_than_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ops.linear_cross_entropy.__globals__, "LOGITS_OF_CHUNK", 20)
+    specs = [popxl.TensorSpec(shape, popxl.float32) for shape in ((8, 3), (3, 10))]
+    graph = popxl.Ir().create_graph(ops.linear_cross_entropy, *specs, popxl.TensorSpec((8,), popxl.int32))
+    chunk_logits(graph, 2)
+    assert [op.attributes["chunks"] for op in graph.ops if op.op_type == "LinearCrossEntropy"] == [4]
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_a_plan_whose_chunks_have_no_effect_warns(reduction: Any) -> None:
-    class Other(Head):
-        def build(self, x: popxl.Tensor, labels: popxl.Tensor) -> popxl.Tensor:
-            return ops.mean(super().build(x, labels))
-
     def build(memory: Any) -> Any:
         with popxl.Ir().main_graph:
             x, labels = popxl.h2d_stream((*SHAPE, WIDTH), popxl.float32), popxl.h2d_stream(SHAPE, popxl.int32)
@@ -173,6 +185,18 @@ def test_a_plan_whose_chunks_have_no_effect_warns(reduction: Any) -> None:
     found = [str(each.message) for each in caught]
     assert len(found) == (reduction == "none")
     assert all("has logits in 2 chunks" in text and "has no loss for it" in text for text in found)
+
+
+def test_a_search_does_not_warn_of_models_without_logits() -> None:
+    """A budget for several models tries numbers of chunks, which some of them leave open."""
+    with warnings.catch_warnings(), requesting_memory("everything", logit_chunks=2) as requested:
+        warnings.simplefilter("error")
+        with popxl.Ir().main_graph:
+            x, labels = popxl.h2d_stream((*SHAPE, WIDTH), popxl.float32), popxl.h2d_stream(SHAPE, popxl.int32)
+            for reduction in ("none", "mean"):
+                module = Other(reduction=reduction)
+                addons.train_step(module, x, labels, optimizer=partial(optimizers.sgd, lr=0.5))
+    assert [(each.samples, each.width, each.classes) for each in requested.open_logits] == [(SAMPLES, WIDTH, CLASSES)]
 
 
 def test_numbers_of_chunks_above_zero() -> None:
